@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux._ops.all_reduce import ALGORITHMS
+from jflux._ops.collectives.all_reduce import ALGORITHMS
 
 from . import command
 

@@ -48,7 +48,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _trial
+from jflux._tools import trials
 
 from . import attention_peers, command, rates
 from .moe import MEMORY
@@ -123,8 +123,8 @@ def operands(case: Case, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
     q = (case.batch, queries, case.heads, case.width)
     kv = (2, case.batch, case.positions, case.groups, case.width)
     return (
-        _trial.normal(mesh, spec, q, jnp.bfloat16, seed=1),
-        _trial.normal(mesh, PAIR, kv, jnp.bfloat16, seed=2),
+        trials.normal(mesh, spec, q, jnp.bfloat16, seed=1),
+        trials.normal(mesh, PAIR, kv, jnp.bfloat16, seed=2),
     )
 
 
@@ -273,13 +273,13 @@ def _others(
         want = jax.jit(plain(case) if peer.on_one else own)(*arrays)
         for name, f in peer.forms(call).items():
             for column, timed in {name: f, f"{name} f+b": with_gradients(f)}.items():
-                loop = _trial.loop(whole(timed), iterations)
+                loop = trials.loop(whole(timed), iterations)
                 try:
                     program = attention_peers.program(peer, column, f, want, loop, *arrays)
                 except Unavailable as e:
                     print(f"{case.name}: {e}", file=sys.stderr)
                 else:
-                    found[column] = _trial.run_of(program, *arrays)
+                    found[column] = trials.run_of(program, *arrays)
     return found
 
 
@@ -298,29 +298,29 @@ def measure(
         error = max(error, check(case, split(case, ring=False, **window), mesh, q, kv))
     if not error <= 2:
         raise RuntimeError(f"{case.name}: an error of {error:.3g} times its bound")
-    iterations = _trial.iterations_for(0.05, case.flops / ranks)
+    iterations = trials.iterations_for(0.05, case.flops / ranks)
     spec = P() if case.decode else SEQUENCE
     programs = {}
     for name, f in forms.items():
         with jflux.config(fused=not name.startswith("X")):
-            loop = _trial.loop(f, iterations)
-            programs[name] = _trial.lowered(loop, mesh, (spec, PAIR), spec, q, kv)
+            loop = trials.loop(f, iterations)
+            programs[name] = trials.lowered(loop, mesh, (spec, PAIR), spec, q, kv)
     whole_q, whole_kv = operands(case, one)
     on_one = {} if case.masked or case.brief else {"G": whole(plain(case))}
     if on_one and not case.decode:
         on_one["G f+b"] = whole(with_gradients(plain(case)))
     for name, f in on_one.items():
-        programs[name] = jax.jit(_trial.loop(f, iterations)).lower(whole_q, whole_kv)
+        programs[name] = jax.jit(trials.loop(f, iterations)).lower(whole_q, whole_kv)
     products = {name: p.compile() for name, p in programs.items() if name.startswith("X")}
     kernels = {name: p for name, p in programs.items() if name not in products}
-    compiled = _trial.compile_at_once(kernels) | products
+    compiled = trials.compile_at_once(kernels) | products
     runs = {
-        name: _trial.run_of(compiled[name], *((whole_q, whole_kv) if name in on_one else (q, kv)))
+        name: trials.run_of(compiled[name], *((whole_q, whole_kv) if name in on_one else (q, kv)))
         for name in programs
     }
     if not case.decode and not case.masked:
         runs |= _others(case, others, mesh, iterations, (q, kv), (whole_q, whole_kv))
-    timings = _trial.interleave(runs, iterations, rounds)
+    timings = trials.interleave(runs, iterations, rounds)
     for name, timing in timings.items():
         flops = case.flops * (3.5 if "f+b" in name else 1)
         share = 1 if name.startswith(ON_ONE) else ranks

@@ -27,8 +27,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _epilogue, _heap, _trial
+from jflux import _heap
+from jflux._ops import _epilogue
 from jflux._ops._lax import several
+from jflux._tools import trials
 
 from . import command
 
@@ -168,27 +170,27 @@ def measure(model: Model, part: str, mesh: Mesh, tokens: int, rounds: int) -> di
         raise RuntimeError("calls have taken some of the heap before: jflux.shutdown() first")
     ranks = mesh.devices.size
     shapes = shapes_of(model, part)
-    x = _trial.normal(mesh, P(AXIS, None), (tokens, model.width), jnp.bfloat16, seed=0)
+    x = trials.normal(mesh, P(AXIS, None), (tokens, model.width), jnp.bfloat16, seed=0)
     w = {
-        name: _trial.normal(mesh, spec, shape, jnp.bfloat16, seed=i, scale=float(shape[0] ** -0.5))
+        name: trials.normal(mesh, spec, shape, jnp.bfloat16, seed=i, scale=float(shape[0] ** -0.5))
         for i, (name, (shape, spec)) in enumerate(shapes.items(), 1)
     }
     specs = (P(AXIS, None), {name: spec for name, (_, spec) in shapes.items()})
-    iterations = _trial.iterations_for(0.05, flops(model, part, tokens, ranks))
+    iterations = trials.iterations_for(0.05, flops(model, part, tokens, ranks))
     row: dict[str, Any] = {"model": model.name, "part": part, "tokens": tokens, "memory": {}}
     runs = {}
     for name, ops in CONTESTANTS.items():
         both = forward_and_backward(ops, model, part)
         before = heap_used()
-        once = _trial.compiled(both, mesh, specs, (specs[0], *specs), x, w)
+        once = trials.compiled(both, mesh, specs, (specs[0], *specs), x, w)
         analysis = once.memory_analysis()
         row["memory"][name] = {
             "xla": analysis.temp_size_in_bytes,
             "heap": heap_used() - before,
         }
-        program = _trial.compiled(loop(both, iterations), mesh, specs, specs[0], x, w)
-        runs[name] = _trial.run_of(program, x, w)
-    for name, timing in _trial.interleave(runs, iterations, rounds).items():
+        program = trials.compiled(loop(both, iterations), mesh, specs, specs[0], x, w)
+        runs[name] = trials.run_of(program, x, w)
+    for name, timing in trials.interleave(runs, iterations, rounds).items():
         row[name] = dataclasses.asdict(timing)
     return row
 

@@ -25,7 +25,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _config, _trial
+from jflux import _config
+from jflux._tools import trials
 
 from . import command, rates
 
@@ -206,7 +207,7 @@ def measure(case: Case, mesh: Mesh, rounds: int) -> dict[str, Any]:
     turns = 10 if case.bytes <= 1 << 20 else 2
     specs = (P("tp", None),) * case.operands
     operands = [
-        _trial.normal(mesh, spec, shape, jnp.bfloat16, seed=seed)
+        trials.normal(mesh, spec, shape, jnp.bfloat16, seed=seed)
         for seed, (spec, shape) in enumerate(
             zip(specs, case.shapes(mesh.devices.size), strict=True)
         )
@@ -215,16 +216,16 @@ def measure(case: Case, mesh: Mesh, rounds: int) -> dict[str, Any]:
     runs = {}
     for name, step in case.steps.items():
         with TRAVEL.get(name, contextlib.nullcontext)():
-            program = _trial.compiled(loop(step, turns), mesh, specs, specs, *operands)
+            program = trials.compiled(loop(step, turns), mesh, specs, specs, *operands)
         if name == "S" and _collectives(program.as_text()) < CHAIN * case.calls:
             raise RuntimeError("XLA has left out some of the calls: the benchmark is wrong")
-        runs[name] = _trial.run_of(program, *operands)
+        runs[name] = trials.run_of(program, *operands)
         if name == "S" and gpu:
-            captured = _trial.compiled(
+            captured = trials.compiled(
                 loop(step, turns), mesh, specs, specs, *operands, options=CAPTURED
             )
-            runs["C"] = _trial.run_of(captured, *operands)
-    timings = _trial.interleave(runs, turns * CHAIN * case.calls, rounds)
+            runs["C"] = trials.run_of(captured, *operands)
+    timings = trials.interleave(runs, turns * CHAIN * case.calls, rounds)
     ranks = mesh.devices.size
     for name in timings.keys() - {"alone"}:  # which moves nothing
         what, moved = f"{case.op}, {name}", case.bytes * (ranks - 1) / ranks

@@ -146,9 +146,9 @@ def kept(path: pathlib.Path, kind: str, here: dict) -> list[Row]:
 
 def still_time(begun: float, longest: float, limit: float) -> bool:
     """Whether one more row fits, in all processes alike."""
-    from jflux import _trial
+    from jflux._tools import trials
 
-    return _trial.slowest(time.monotonic() - begun) + longest < limit
+    return trials.slowest(time.monotonic() - begun) + longest < limit
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import jflux
-from jflux import _trial
+from jflux._tools import trials
 
 from . import command
 from .collectives import CAPTURED
@@ -63,7 +63,7 @@ def timings(
             print(f"{name}: left out, {str(e).splitlines()[0]}", file=sys.stderr)
         else:
             runs[name] = run
-    found = _trial.interleave(runs, iterations, rounds)
+    found = trials.interleave(runs, iterations, rounds)
     return {name: dataclasses.asdict(timing) for name, timing in found.items()}
 
 
@@ -107,7 +107,7 @@ def measure_prefill(
     def run_of(ops, options):
         start, _ = llama_model.programs(ops, config, mesh, length=length, steps=1)
         program = start.lower(weights, prompt).compile(compiler_options=options)
-        return _trial.run_of(program, weights, prompt)
+        return trials.run_of(program, weights, prompt)
 
     row = {"part": "prefill", "layers": config.layers, "batch": batch, "positions": length}
     return row | timings(run_of, 1, rounds)

@@ -47,7 +47,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 import jflux.nn
-from jflux import _trial
+from jflux._tools import trials
 
 from . import capacity, command
 from .collectives import CAPTURED
@@ -94,8 +94,8 @@ def random_choices(case: Case, tokens: int) -> jax.Array:
 def _timed(
     programs: dict[str, tuple[Any, tuple[Any, ...]]], iterations: int, rounds: int
 ) -> dict[str, Any]:
-    runs = {name: _trial.run_of(program, *args) for name, (program, args) in programs.items()}
-    timings = _trial.interleave(runs, iterations, rounds)
+    runs = {name: trials.run_of(program, *args) for name, (program, args) in programs.items()}
+    timings = trials.interleave(runs, iterations, rounds)
     return {name: dataclasses.asdict(timing) for name, timing in timings.items()}
 
 
@@ -129,7 +129,7 @@ def measure_dispatch(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     """One row of "dispatch"."""
     mesh = Mesh(np.array(jax.devices()[:ranks]), ("ep",))
     everyones = random_choices(case, ranks * case.tokens)
-    x = _trial.normal(mesh, P("ep"), (ranks * case.tokens, case.width), jnp.bfloat16, seed=1)
+    x = trials.normal(mesh, P("ep"), (ranks * case.tokens, case.width), jnp.bfloat16, seed=1)
     indices = jax.device_put(everyones, jax.sharding.NamedSharding(mesh, P("ep")))
     steps: dict[str, Callable[..., jax.Array]] = {
         "D": functools.partial(there, case),
@@ -139,7 +139,7 @@ def measure_dispatch(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
         "gather": lambda indices, x: gathered(x),
     }
     specs = (P("ep"), P("ep"))
-    once = _trial.compiled(steps["D+C"], mesh, specs, P("ep"), indices, x)
+    once = trials.compiled(steps["D+C"], mesh, specs, P("ep"), indices, x)
     error = float(jnp.abs(once(indices, x).astype(jnp.float32) - x.astype(jnp.float32)).max())
     if not error <= 2.0**-7 * float(jnp.abs(x).max()):
         raise RuntimeError(f"{case.name}: tokens come back {error:.3g} off")
@@ -149,15 +149,15 @@ def measure_dispatch(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
 
         def chain(indices: Any, x: Any, step: Callable[..., Any] = step) -> Any:
             def some(_: Any, x: Any) -> Any:
-                for _ in range(_trial.CALLS_IN_A_BODY):
+                for _ in range(trials.CALLS_IN_A_BODY):
                     # No token is so large, but XLA cannot know: else it would route once for all.
                     x = step(indices + (x[0, 0] > 1e30).astype(jnp.int32), x)
                 return x
 
-            return lax.fori_loop(0, iterations // _trial.CALLS_IN_A_BODY, some, x)
+            return lax.fori_loop(0, iterations // trials.CALLS_IN_A_BODY, some, x)
 
         with jflux.config(fused=False, strict=False) if name == "S" else contextlib.nullcontext():
-            program = _trial.compiled(chain, mesh, specs, P("ep"), indices, x, options=CAPTURED)
+            program = trials.compiled(chain, mesh, specs, P("ep"), indices, x, options=CAPTURED)
         programs[name] = (program, (indices, x))
     experts_of_a_rank = case.experts // ranks
     homes = np.asarray(everyones).reshape(ranks, case.tokens, case.k) // experts_of_a_rank
@@ -234,7 +234,7 @@ def operands(case: Case, mesh: Mesh, name: str) -> tuple[tuple[P, ...], tuple[ja
     )  # fmt: skip
     scales = (1.0, case.width**-0.5, case.width**-0.5, case.width**-0.5, case.hidden**-0.5)
     return specs, tuple(
-        _trial.normal(mesh, spec, shape, jnp.bfloat16, seed=i, scale=scale)
+        trials.normal(mesh, spec, shape, jnp.bfloat16, seed=i, scale=scale)
         for i, (spec, shape, scale) in enumerate(zip(specs, shapes, scales, strict=True))
     )
 
@@ -244,7 +244,7 @@ def measure_capacity(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     mesh = Mesh(np.array(jax.devices()[:ranks]), ("x",))
     specs, args = operands(case, mesh, "EP")
     split = specs[0]
-    has_slot = _trial.compiled(
+    has_slot = trials.compiled(
         functools.partial(capacity.kept, case), mesh, specs[:2], split, *args[:2]
     )(*args[:2])
     whole = np.asarray(has_slot.all(1))
@@ -256,7 +256,7 @@ def measure_capacity(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
             return way(case, x, router, up, down, gate)
 
         for column, f in {name: forward, f"{name} f+b": layer(case, way)}.items():
-            program = _trial.compiled(f, mesh, specs, split, *args)
+            program = trials.compiled(f, mesh, specs, split, *args)
             values[column] = np.asarray(program(*args), np.float32)[whole]
             runs[column] = _repeated(program, args)
     worst = {}
@@ -268,7 +268,7 @@ def measure_capacity(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
         worst[name] = float(off / np.abs(wanted).max())
     if not max(worst.values()) <= 0.05:
         raise RuntimeError(f"{case.name}: the forms differ by {worst} of the largest value")
-    timings = _trial.interleave(runs, REPEATED, rounds)
+    timings = trials.interleave(runs, REPEATED, rounds)
     row = {"case": dataclasses.asdict(case), "list": "capacity", "error": max(worst.values())}
     row["dropped"] = float(1 - has_slot.mean())
     return row | {name: dataclasses.asdict(timing) for name, timing in timings.items()}
@@ -305,8 +305,8 @@ def measure_layer(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
 
             plain = form == "slow"
             with jflux.config(fused=False, strict=False) if plain else contextlib.nullcontext():
-                once = _trial.compiled(f, mesh, specs, P("x"), *args)
-                program = _trial.compiled(chain, mesh, specs, P("x"), *args)
+                once = trials.compiled(f, mesh, specs, P("x"), *args)
+                program = trials.compiled(chain, mesh, specs, P("x"), *args)
             try:
                 values[f"{form} {name}"] = np.asarray(once(*args), np.float32)
             except jax.errors.JaxRuntimeError as error:

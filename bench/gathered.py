@@ -29,8 +29,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _trial, moe
-from jflux.moe import _gathered
+from jflux import moe
+from jflux._ops.experts import all_gather_grouped_matmul
+from jflux._tools import trials
 
 from . import command
 from .experts import Case, random_choices
@@ -100,13 +101,13 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     columns, scale = P(None, None, "tp"), case.width**-0.5
     weights = (case.experts, case.width, case.hidden)
     args = (
-        _trial.normal(mesh, P("tp"), (case.tokens, case.width), jnp.bfloat16, seed=1),
-        _trial.normal(mesh, P(), (case.tokens * case.k, case.width), jnp.bfloat16, seed=2),
-        _trial.normal(mesh, columns, weights, jnp.bfloat16, seed=3, scale=scale),
-        _trial.normal(mesh, columns, weights, jnp.bfloat16, seed=4, scale=scale),
+        trials.normal(mesh, P("tp"), (case.tokens, case.width), jnp.bfloat16, seed=1),
+        trials.normal(mesh, P(), (case.tokens * case.k, case.width), jnp.bfloat16, seed=2),
+        trials.normal(mesh, columns, weights, jnp.bfloat16, seed=3, scale=scale),
+        trials.normal(mesh, columns, weights, jnp.bfloat16, seed=4, scale=scale),
     )
     specs = (P("tp"), P(), columns, columns, P())
-    iterations = 4 * _trial.CALLS_IN_A_BODY + 1
+    iterations = 4 * trials.CALLS_IN_A_BODY + 1
     programs: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for name in ("J", "two", "G", "C"):
@@ -125,25 +126,25 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
                 return x, y
 
             carry = x, once(x, rows, gate, up, routing)
-            body = _trial.CALLS_IN_A_BODY
+            body = trials.CALLS_IN_A_BODY
             return lax.fori_loop(0, iterations // body, lambda _, c: some(body, *c), carry)[1]
 
         out = P("tp") if name == "C" else P(None, "tp")  # of C each rank has all
         with jflux.config(always=name == "J"):
-            program = _trial.compiled(chain, mesh, specs, out, *args, routing)
+            program = trials.compiled(chain, mesh, specs, out, *args, routing)
             if name in ("J", "two"):
-                values[name] = _trial.compiled(once, mesh, specs, out, *args, routing)(
+                values[name] = trials.compiled(once, mesh, specs, out, *args, routing)(
                     *args, routing
                 )
-        target = f'custom_call_target="jflux_{_gathered.OP}"'
+        target = f'custom_call_target="jflux_{all_gather_grouped_matmul.OP}"'
         if name == "J" and target not in program.as_text():
             raise RuntimeError(f"{case.name}: no kernel takes the call")
-        programs[name] = _trial.run_of(program, *args, routing)
+        programs[name] = trials.run_of(program, *args, routing)
     error = check(case, np.asarray(chosen), values["J"], values["two"], args)
     if not error <= 3:
         raise RuntimeError(f"{case.name}: an error of {error:.3g} roundings")
     del values
-    timings = _trial.interleave(programs, iterations, rounds)
+    timings = trials.interleave(programs, iterations, rounds)
     return {"case": dataclasses.asdict(case), "error": error} | {
         name: dataclasses.asdict(timing) for name, timing in timings.items()
     }

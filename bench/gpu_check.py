@@ -27,12 +27,13 @@ from jax.sharding import PartitionSpec as P
 import jflux
 import jflux.testing
 from bench import products, shapes
-from jflux import _dispatch, _trial, _tuner, _tuning
-from jflux._epilogue import Epilogue
+from jflux._call import plans, tuning_tables
+from jflux._call.tuning_tables import Choice
+from jflux._ops._epilogue import Epilogue
 from jflux._ops._spec import OpSpec, all_ops
 from jflux._ops._spec import products as products_of
-from jflux._trial import Trial
-from jflux._tuning import Choice
+from jflux._tools import trials, tuner
+from jflux._tools.trials import Trial
 
 
 def mesh_of(ranks: int) -> Mesh:
@@ -166,7 +167,7 @@ def check_alone(m, n, k, dtype, transpose: bool, choice: Choice | None, way: str
         products.product_alone(transpose, **options), mesh=mesh_of(1), in_specs=P(), out_specs=P(),
         check_vma=False,
     )  # fmt: skip
-    with _tuning.force(choice) if choice else contextlib.nullcontext():
+    with tuning_tables.force(choice) if choice else contextlib.nullcontext():
         found = jax.jit(f)(*operands)
     if "epilogue" in options:
         wanted, scale = (np.maximum(want + bias, 0), want + bias), scale + np.abs(bias)
@@ -187,7 +188,7 @@ def section_tiles() -> list[str]:
     configurations = [
         (size, way, choice, *kind)
         for size, way in [*itertools.product(several, WAYS), *((size, "plain") for size in sizes)]
-        for choice in (None, *_tuning.compiled())
+        for choice in (None, *tuning_tables.compiled())
         for kind in kinds[way]
     ]
     lines, count = [], 0
@@ -208,7 +209,7 @@ def section_gemm(names: list[str], rounds: int, zeros: bool, chosen: bool) -> li
     """The speed of the product alone in that of XLA's; with `chosen`, of what is chosen only."""
     lines = []
     for m, n, k in products.of_one_rank(names):
-        choices = [] if chosen else _tuning.compiled()
+        choices = [] if chosen else tuning_tables.compiled()
         if choices and m <= 128:
             choices += [Choice(128, 1, 1, splits) for splits in (2, 4)]
         row = products.measure(m, n, k, jnp.bfloat16, zeros=zeros, rounds=rounds, choices=choices)
@@ -229,20 +230,28 @@ def section_gemm(names: list[str], rounds: int, zeros: bool, chosen: bool) -> li
 def section_choices(ranks: int, names: list[str], rounds: int) -> list[str]:
     """The overlapped ops with each configuration, and decomposed, in milliseconds."""
     mesh, lines = mesh_of(ranks), []
-    machine = _dispatch.machine_of("cuda", mesh)
+    machine = plans.machine_of("cuda", mesh)
     for shape in itertools.chain(*(shapes.LISTS[name] for name in names)):
         m, n, k = shape.m, shape.n, shape.k
         trial = Trial(shape.spec)
-        plan = _tuner.plan_of(trial, m, n, k, mesh, jnp.bfloat16)
-        chosen, *others = _tuner.candidates(plan.key, machine)
-        seconds = _tuner.measure(
-            trial, [chosen, _tuning.DECOMPOSED, *others], m=m, n=n, k=k, mesh=mesh, rounds=rounds
+        plan = tuner.plan_of(trial, m, n, k, mesh, jnp.bfloat16)
+        chosen, *others = tuner.candidates(plan.key, machine)
+        seconds = tuner.measure(
+            trial,
+            [chosen, tuning_tables.DECOMPOSED, *others],
+            m=m,
+            n=n,
+            k=k,
+            mesh=mesh,
+            rounds=rounds,
         )
         line = f"choices {shape.op[:10]} {m:5} {n:6} {k:6}"
         for choice, t in seconds.items():
             mark = "*" if choice == chosen else ""
             name = (
-                choice if isinstance(choice, str) else "/".join(map(str, _tuning.as_json(choice)))
+                choice
+                if isinstance(choice, str)
+                else "/".join(map(str, tuning_tables.as_json(choice)))
             )
             line += f" {mark}{name} {t * 1e3:.3f}"
         print(line, flush=True)
@@ -279,11 +288,11 @@ def section_stacked(ranks: int, names: list[str], rounds: int) -> list[str]:
 
             for kind, f, b, spec, out in (
                 ("scan", scan, many, P(None, *w_spec), P("tp", None)),
-                ("loop", _trial.loop(op, layers), w, w_spec, y_spec),
+                ("loop", trials.loop(op, layers), w, w_spec, y_spec),
             ):
-                program = _trial.compiled(f, mesh, (x_spec, spec), out, x, b)
-                runs[f"{name} {kind}"] = _trial.run_of(program, x, b)
-        t = _trial.interleave(runs, layers, rounds)
+                program = trials.compiled(f, mesh, (x_spec, spec), out, x, b)
+                runs[f"{name} {kind}"] = trials.run_of(program, x, b)
+        t = trials.interleave(runs, layers, rounds)
         line = f"stacked {shape.op} {shape.m:5} {shape.n:6} {shape.k:6} "
         line += ", ".join(f"{name} {timing.median * 1e3:7.3f} ms" for name, timing in t.items())
         print(line, flush=True)
@@ -329,20 +338,20 @@ def section_epilogues(ranks: int, rounds: int) -> list[str]:
             ("gelu", (m, d), rows, up, lambda x, w: gather(x, w[0]), gelu, gelu_after, columns),
             ("add", (m, h), columns, down, lambda x, w: scatter(x, w[0]), add, add_after, rows),
         ]:
-            x = _trial.normal(mesh, x_spec, x_shape, jnp.bfloat16, seed=0)
+            x = trials.normal(mesh, x_spec, x_shape, jnp.bfloat16, seed=0)
             w = tuple(
-                _trial.normal(mesh, spec, shape, jnp.bfloat16, seed=i, scale=0.01)
+                trials.normal(mesh, spec, shape, jnp.bfloat16, seed=i, scale=0.01)
                 for i, (shape, spec) in enumerate(weights, 1)
             )
             specs = x_spec, tuple(spec for _, spec in weights)
-            iterations = _trial.iterations_for(0.02, 4.0 * m * d * h / ranks)
+            iterations = trials.iterations_for(0.02, 4.0 * m * d * h / ranks)
             runs = {
-                kind: _trial.run_of(
-                    _trial.compiled(_trial.loop(f, iterations), mesh, specs, y_spec, x, w), x, w
+                kind: trials.run_of(
+                    trials.compiled(trials.loop(f, iterations), mesh, specs, y_spec, x, w), x, w
                 )
                 for kind, f in (("bare", bare), ("kernel", kernel), ("after", after))
             }
-            t = _trial.interleave(runs, iterations, rounds)
+            t = trials.interleave(runs, iterations, rounds)
             line = f"epilogue {name} {m:5}: "
             line += ", ".join(f"{kind} {timing.median * 1e3:.3f} ms" for kind, timing in t.items())
             print(line, flush=True)

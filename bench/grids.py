@@ -35,7 +35,8 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 import jflux.plan
-from jflux import _trial, parallel
+from jflux import parallel
+from jflux._tools import trials
 from jflux.parallel import NO_OVERLAP, Grid, Overlap, Scheme
 
 from . import command
@@ -182,7 +183,7 @@ def compile_one(sizes: Sizes, grid: Grid, mesh: Mesh, contestant: Contestant) ->
         return jax.ShapeDtypeStruct(one.shape, DTYPE, sharding=sharding)
 
     both = forward_and_backward(sizes, contestant.scheme, specs, contestant.unroll)
-    return _trial.compiled(
+    return trials.compiled(
         both, mesh, (x.spec, specs), (x.spec, x.spec, specs), array(x),
         {name: array(one) for name, one in params.items()}, options=contestant.options,
         check_vma=True,
@@ -209,11 +210,11 @@ def measure(sizes: Sizes, grid: Grid, rounds: int, heap_bytes: int) -> command.R
     of_x, of_params = operands(sizes, grid)
 
     def make(one: Operand, seed: int) -> jax.Array:
-        return _trial.normal(mesh, one.spec, one.shape, DTYPE, seed=seed, scale=one.scale)
+        return trials.normal(mesh, one.spec, one.shape, DTYPE, seed=seed, scale=one.scale)
 
     x = make(of_x, 0)
     params = {name: make(one, seed) for seed, (name, one) in enumerate(of_params.items(), 1)}
-    runs = {name: _trial.run_of(program, x, params) for name, program in programs.items()}
+    runs = {name: trials.run_of(program, x, params) for name, program in programs.items()}
     row: command.Row = {
         "grid": list(grid.sizes),
         "sizes": dataclasses.asdict(sizes),
@@ -222,7 +223,7 @@ def measure(sizes: Sizes, grid: Grid, rounds: int, heap_bytes: int) -> command.R
         "memory": {n: p.memory_analysis().temp_size_in_bytes for n, p in programs.items()},
         "times": {},
     }
-    for name, timing in _trial.interleave(runs, 1, rounds).items():
+    for name, timing in trials.interleave(runs, 1, rounds).items():
         row["times"][name] = dataclasses.asdict(timing)
     return row
 

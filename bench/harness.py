@@ -21,8 +21,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _trial
-from jflux._trial import Trial
+from jflux._tools import trials
+from jflux._tools.trials import Trial
 
 from . import peers, rates
 from .collectives import CAPTURED
@@ -57,7 +57,7 @@ def operands(shape: Shape, mesh: Mesh, dtype: Any = jnp.bfloat16) -> dict[str, t
     stacked = P("tp", None)
 
     def of_each_rank(one: tuple[int, ...], seed: int) -> jax.Array:
-        return _trial.normal(mesh, stacked, (ranks * one[0], one[1]), dtype, seed=seed)
+        return trials.normal(mesh, stacked, (ranks * one[0], one[1]), dtype, seed=seed)
 
     if shape.spec.product == "after":
         sent, multiplied = one_x, shape.collective.shape(one_x, ranks)
@@ -80,8 +80,8 @@ def build(shape: Shape, mesh: Mesh, iterations: int, dtype=jnp.bfloat16):
 
     def compile_(name, op, options=None):
         x, w, x_spec, w_spec, y_spec = data[name]
-        body = _trial.loop(op, iterations)
-        return _trial.compiled(body, mesh, (x_spec, w_spec), y_spec, x, w, options=options)
+        body = trials.loop(op, iterations)
+        return trials.compiled(body, mesh, (x_spec, w_spec), y_spec, x, w, options=options)
 
     programs = {name: compile_(name, op) for name, op in ops.items()}
     programs["S captured"] = compile_("S captured", ops["S"], CAPTURED)
@@ -90,7 +90,7 @@ def build(shape: Shape, mesh: Mesh, iterations: int, dtype=jnp.bfloat16):
             kernel = compile_("K", ops["J"])
         if is_one_kernel(shape.op, kernel):
             programs["K"] = kernel
-    return {name: _trial.run_of(f, *data[name][:2]) for name, f in programs.items()}
+    return {name: trials.run_of(f, *data[name][:2]) for name, f in programs.items()}
 
 
 def is_one_kernel(op: str, program: Any) -> bool:
@@ -120,14 +120,14 @@ def measure(
     """{"G": Timing, "C": ..., "S": ..., "S captured": ..., "J": ...} for one shape; "K" too where J
     is no one kernel, and those of the peers that take it."""
     ranks = mesh.devices.size
-    iterations = _trial.iterations_for(target_seconds, shape.flops(ranks))
+    iterations = trials.iterations_for(target_seconds, shape.flops(ranks))
     runs = build(shape, mesh, iterations)
     for peer in others:
         try:
             runs[peer.name] = peer.run_of(shape, iterations)
         except peers.Unavailable as e:
             print(f"{shape}: {e}", file=sys.stderr)
-    timings = _trial.interleave(runs, iterations, rounds)
+    timings = trials.interleave(runs, iterations, rounds)
     check_rates(shape, ranks, {name: timing.median for name, timing in timings.items()})
     return timings
 

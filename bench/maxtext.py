@@ -33,7 +33,7 @@ from jax.sharding import NamedSharding
 
 import jflux
 import jflux.nn
-from jflux import _trial
+from jflux._tools import trials
 
 from . import command
 
@@ -167,13 +167,13 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
             row["MiB"][name] = program.memory_analysis().temp_size_in_bytes / 2**20
             row[f"calls of {name}"] = program.as_text().count('custom_call_target="jflux_')
             del gradients
-            runs[name] = _trial.run_of(_repeated(program), parameters, tokens)
+            runs[name] = trials.run_of(_repeated(program), parameters, tokens)
         error = max(abs(row[what]["J"] / row[what]["S"] - 1) for what in ("loss", "norm"))
         if not error <= case.tolerance:
             raise RuntimeError(f"{case.name}: {row['loss']}, norms {row['norm']}: {error:.2g} off")
         if row["calls of S"] or not row["calls of J"]:
             raise RuntimeError(f"{case.name}: {row['calls of J']} calls of jflux's ops")
-        timings = _trial.interleave(runs, STEPS, rounds)
+        timings = trials.interleave(runs, STEPS, rounds)
     return row | {"error": error} | {n: dataclasses.asdict(t) for n, t in timings.items()}
 
 

@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 
 import jflux
-from jflux import _trial
+from jflux._tools import trials
 
 from . import command, moe_peers, rates
 from .peers import Unavailable
@@ -181,15 +181,15 @@ def measure(
     error = check(case, counts, x, w)
     if not error <= 1:
         raise RuntimeError(f"{case.name}, {kind}: an error of {error:.3g} times its bound")
-    timings: dict[str, _trial.Timing] = {}
+    timings: dict[str, trials.Timing] = {}
     ops = contestants(case, counts, others)
     for names, most in ((ops.keys() - SLOW, 200), (ops.keys() & SLOW, 2)):
-        iterations = min(most, _trial.iterations_for(0.03, case.flops))
+        iterations = min(most, trials.iterations_for(0.03, case.flops))
         runs = {}
         for name in sorted(names):
             try:
-                program = jax.jit(_trial.loop(ops[name], iterations)).lower(x, w).compile()
-                run = _trial.run_of(program, x, w)
+                program = jax.jit(trials.loop(ops[name], iterations)).lower(x, w).compile()
+                run = trials.run_of(program, x, w)
                 run()
             except Exception as e:  # a peer's kernels may refuse a shape, each in its own way
                 if name.split()[0] in OWN:
@@ -200,7 +200,7 @@ def measure(
         if not names <= SLOW:
             runs |= _others(others, counts, case, iterations)
         if runs:
-            timings |= _trial.interleave(runs, iterations, min(most + 1, rounds))
+            timings |= trials.interleave(runs, iterations, min(most + 1, rounds))
     for name, timing in timings.items():
         rates.check(
             (case.name, name), timing.median, flops=case.flops * (3 if "f+b" in name else 1)

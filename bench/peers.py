@@ -25,8 +25,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jflux import _trial, reference
-from jflux._trial import Trial
+from jflux import reference
+from jflux._tools import trials
+from jflux._tools.trials import Trial
 
 from .shapes import AG, RS, Shape
 
@@ -68,7 +69,7 @@ class Pallas:
         operands = trial.operands(shape.m, shape.n, shape.k, self.mesh, jnp.bfloat16)
 
         def program(f: Callable[..., Any]) -> Any:
-            return _trial.compiled(f, self.mesh, specs[:2], specs[2], *operands)
+            return trials.compiled(f, self.mesh, specs[:2], specs[2], *operands)
 
         want = program(lambda x, w: reference.all_gather_matmul(x, w, axis_name="tp"))(*operands)
         found, reasons = [], set()
@@ -85,11 +86,11 @@ class Pallas:
             error = float(jnp.max(jnp.abs(once(*operands) - want)))
             if not error < 0.1:
                 raise RuntimeError(f"Pallas at {shape}, {config}: off by {error}")
-            found.append((_seconds(_trial.run_of(once, *operands)), op))
+            found.append((_seconds(trials.run_of(once, *operands)), op))
         if not found:
             raise Unavailable(f"Pallas: {'; '.join(reasons)}")
         _, fastest = min(found, key=lambda one: one[0])
-        return _trial.run_of(program(_trial.loop(fastest, iterations)), *operands)
+        return trials.run_of(program(trials.loop(fastest, iterations)), *operands)
 
     def _configs(self) -> list[Any]:
         dimension = self.module.MatmulDimension

@@ -25,11 +25,13 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from bench import command, harness, rates, shapes
-from jflux import _trial, _tuning
-from jflux._dispatch import Machine
-from jflux._ops import _lax, _product_plan
-from jflux._trial import Trial
-from jflux._tuning import Choice
+from jflux._call import tuning_tables
+from jflux._call.plans import Machine
+from jflux._call.tuning_tables import Choice
+from jflux._ops import _lax
+from jflux._ops.products import _product_plan
+from jflux._tools import trials
+from jflux._tools.trials import Trial
 
 LISTS = ("flux", "decode", "attention", "llm")
 OF_RANKS = 4
@@ -41,7 +43,7 @@ def product_alone(
 ) -> Callable[..., Any]:
     """The main loop of one rank, which sends and waits for nothing: a function of (x, w), and a
     bias if there is an `epilogue`."""
-    from jflux._ops import all_gather_matmul as op
+    from jflux._ops.products import all_gather_matmul as op
 
     def f(x, *operands):
         params = op.Params(
@@ -89,12 +91,12 @@ def measure(
     ]
     runs = {}
     for name, f, b, choice in contestants:
-        with _tuning.force(choice) if choice else contextlib.nullcontext():
-            program = _trial.compiled(_trial.loop(f, iterations), mesh, (spec, spec), spec, x, b)
-        runs[name] = _trial.run_of(program, x, b)
+        with tuning_tables.force(choice) if choice else contextlib.nullcontext():
+            program = trials.compiled(trials.loop(f, iterations), mesh, (spec, spec), spec, x, b)
+        runs[name] = trials.run_of(program, x, b)
     what = {"m": m, "n": n, "k": k, "dtype": np.dtype(dtype).name, "zeros": zeros}
     row: dict[str, Any] = dict(what)
-    for name, timing in _trial.interleave(runs, iterations, rounds).items():
+    for name, timing in trials.interleave(runs, iterations, rounds).items():
         rates.check(f"{what}, {name}", timing.median, flops=2.0 * m * n * k)
         row[name] = dataclasses.asdict(timing)
     return row

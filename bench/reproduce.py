@@ -36,14 +36,21 @@ def published(results: sections.Results, gpu: str, ranks: int) -> dict[shapes.Sh
 HEADING = "op | m | n | k | XLA ms | jflux ms | speed-up | in bench/results"
 
 
+def gain(row: dict) -> str:
+    return f"{render.ms(row, shapes.fastest_xla(row)) / render.ms(row, 'J'):.2f}"
+
+
 def line(row: dict, known: dict | None) -> str:
-    """One row of the table."""
-    xla, ours = render.ms(row, shapes.fastest_xla(row)), render.ms(row, "J")
+    """One row of the table. Older results lack a form of XLA: the gain without it comes last."""
     cells = [f"{row[name]}" for name in ("op", "m", "n", "k")]
-    cells += [f"{xla:.3f}", f"{ours:.3f}", f"{xla / ours:.2f}"]
+    cells += [f"{render.ms(row, name):.3f}" for name in (shapes.fastest_xla(row), "J")]
+    cells.append(gain(row))
     if known:
-        gain = render.ms(known, shapes.fastest_xla(known)) / render.ms(known, "J")
-        cells.append(f"{gain:.2f} on {known['gpus']}")
+        cells.append(f"{gain(known)} on {known['gpus']}")
+        left_out = [name for name in shapes.XLA if name in row and name not in known]
+        if left_out:
+            same = {name: value for name, value in row.items() if name not in left_out}
+            cells[-1] += f" (here {gain(same)} without {', '.join(left_out)})"
     return " | ".join(cells)
 
 

@@ -28,8 +28,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _trial, moe
-from jflux.moe import _scattered
+from jflux import moe
+from jflux._ops.experts import grouped_matmul_reduce_scatter
+from jflux._tools import trials
 
 from . import command
 from .experts import Case, random_choices
@@ -91,16 +92,16 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     routing = jax.device_put(routing, jax.sharding.NamedSharding(mesh, P()))
     hidden = P(None, "tp")
     args = (
-        _trial.normal(mesh, hidden, (case.tokens * case.k, case.hidden), jnp.bfloat16, seed=1),
-        _trial.normal(mesh, P(), (case.tokens, case.width), jnp.bfloat16, seed=2),
-        _trial.normal(
+        trials.normal(mesh, hidden, (case.tokens * case.k, case.hidden), jnp.bfloat16, seed=1),
+        trials.normal(mesh, P(), (case.tokens, case.width), jnp.bfloat16, seed=2),
+        trials.normal(
             mesh, hidden, (case.experts, case.hidden, case.width), jnp.bfloat16, seed=3,
             scale=case.hidden**-0.5,
         ),
-        _trial.normal(mesh, P(), (case.tokens, case.k), jnp.float32, seed=4),
+        trials.normal(mesh, P(), (case.tokens, case.k), jnp.float32, seed=4),
     )  # fmt: skip
     specs = (hidden, P(), hidden, P(), P())
-    iterations = 4 * _trial.CALLS_IN_A_BODY + 1
+    iterations = 4 * trials.CALLS_IN_A_BODY + 1
     programs: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for name in NAMES:
@@ -117,24 +118,24 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
                 return h, y
 
             carry = h, once(h, part, w, weights, routing)
-            body = _trial.CALLS_IN_A_BODY
+            body = trials.CALLS_IN_A_BODY
             return lax.fori_loop(0, iterations // body, lambda _, c: some(body, *c), carry)[1]
 
         with jflux.config(always=name == "J"):
-            program = _trial.compiled(chain, mesh, specs, P("tp"), *args, routing)
+            program = trials.compiled(chain, mesh, specs, P("tp"), *args, routing)
             if name in ("J", "two"):
-                values[name] = _trial.compiled(once, mesh, specs, P("tp"), *args, routing)(
+                values[name] = trials.compiled(once, mesh, specs, P("tp"), *args, routing)(
                     *args, routing
                 )
-        target = f'custom_call_target="jflux_{_scattered.OP}"'
+        target = f'custom_call_target="jflux_{grouped_matmul_reduce_scatter.OP}"'
         if name == "J" and target not in program.as_text():
             raise RuntimeError(f"{case.name}: no kernel takes the call")
-        programs[name] = _trial.run_of(program, *args, routing)
+        programs[name] = trials.run_of(program, *args, routing)
     error = check(case, np.asarray(chosen), values["J"], values["two"], args)
     if not error <= 3:
         raise RuntimeError(f"{case.name}: an error of {error:.3g} roundings")
     del values
-    timings = _trial.interleave(programs, iterations, rounds)
+    timings = trials.interleave(programs, iterations, rounds)
     return {"case": dataclasses.asdict(case), "error": error} | {
         name: dataclasses.asdict(timing) for name, timing in timings.items()
     }

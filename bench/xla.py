@@ -33,8 +33,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import jflux
-from jflux import _trial
-from jflux._trial import Trial
+from jflux._tools import trials
+from jflux._tools.trials import Trial
 
 from . import command, harness
 from .collectives import CAPTURED
@@ -83,14 +83,14 @@ def windowed(shape: Shape, mesh: Mesh, iterations: int) -> Any:
     trial = Trial(shape.spec)
     x_spec, _, y_spec = trial.partition
     linked = jax.shard_map(
-        _trial.with_corner, mesh=mesh, in_specs=(x_spec, y_spec), out_specs=x_spec
+        trials.with_corner, mesh=mesh, in_specs=(x_spec, y_spec), out_specs=x_spec
     )
 
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, y_spec))
 
     x, w = trial.operands(shape.m, shape.n, shape.k, mesh, jnp.bfloat16)
-    return jax.jit(_trial.loop(product, iterations, linked)).lower(x, w)
+    return jax.jit(trials.loop(product, iterations, linked)).lower(x, w)
 
 
 def is_windowed(program: Any) -> bool:
@@ -107,8 +107,8 @@ def programs(shape: Shape, mesh: Mesh, iterations: int, names: list[str]) -> dic
         if name.startswith("W"):
             lowered = windowed(shape, mesh, iterations)
         else:
-            body = _trial.loop(trial.function(reference=name != "J"), iterations)
-            lowered = _trial.lowered(body, mesh, (x_spec, w_spec), y_spec, *operands)
+            body = trials.loop(trial.function(reference=name != "J"), iterations)
+            lowered = trials.lowered(body, mesh, (x_spec, w_spec), y_spec, *operands)
         try:
             program = lowered.compile(compiler_options=CONTESTANTS[name])
             y = jax.block_until_ready(program(*operands))
@@ -125,17 +125,17 @@ def programs(shape: Shape, mesh: Mesh, iterations: int, names: list[str]) -> dic
         error = float(jnp.abs(y.astype(jnp.float32) - wanted.astype(jnp.float32)).max())
         if not error < 0.2:  # of normal numbers, whose parts are summed in bfloat16
             raise RuntimeError(f"{shape}, {name}: off by {error:.3g}")
-        found[name] = _trial.run_of(program, *operands)
+        found[name] = trials.run_of(program, *operands)
     return found
 
 
 def measure(shape: Shape, mesh: Mesh, rounds: int, without: str = "") -> command.Row:
     """One row."""
     ranks = mesh.devices.size
-    iterations = _trial.iterations_for(0.03, shape.flops(ranks))
+    iterations = trials.iterations_for(0.03, shape.flops(ranks))
     names = [name for name in CONTESTANTS if not (without and name.startswith(without))]
     runs = programs(shape, mesh, iterations, names)
-    timings = _trial.interleave(runs, iterations, rounds)
+    timings = trials.interleave(runs, iterations, rounds)
     harness.check_rates(shape, ranks, {name: timing.median for name, timing in timings.items()})
     return dataclasses.asdict(shape) | {
         name: dataclasses.asdict(timing) for name, timing in timings.items()

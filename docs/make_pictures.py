@@ -1,6 +1,6 @@
 """Draws docs/img: what each of four ranks has of an op's arrays, which positions of a sequence, in
-which order they compute their tiles, what it costs when many CTAs send, and what a profile shows of
-communication. Needs matplotlib.
+which order they compute their tiles, what it costs when many CTAs send, and what a profile shows:
+of communication, and of the kernels of a step. Needs matplotlib.
 
 The two orders repeat cc/core/tile_order.h for one tile column, the parts and the positions repeat
 what jflux says of itself; tests/test_docs.py compares them.
@@ -301,9 +301,54 @@ def exposed() -> Figure:
     return figure
 
 
+# By how a kernel's name begins: a colour, and what is said of it.
+KERNELS = {
+    "jflux::": ("#8ecae6", "product and communication"),
+    "nvjet": ("#5b8db8", "product"),
+    "nccl": ("#f4a261", "communication"),
+    "loop": ("0.6", "gelu (loop_multiply_fusion)"),
+}
+STEPS_DRAWN = 2
+
+
+def profile() -> Figure:
+    """Two steps by jflux and by XLA, as jax.profiler tells of their kernels."""
+    trace = json.loads((Path(__file__).parent / "img" / "profile.json").read_text())["us"]
+    figure = Figure(figsize=(10.5, 3.7), layout="constrained")
+    axes = figure.subplots()
+    lines, ends = [], []
+    for i, (who, gpus) in enumerate(trace.items()):
+        for j, (gpu, events) in enumerate(gpus.items()):
+            at = 2.7 * i + j
+            lines.append((at, f"{who}, {gpu}"))
+            drawn = events[: STEPS_DRAWN * len(events) // 3]
+            ends.append(sum(drawn[-1][1:]))
+            for name, start, length in drawn:
+                kind = next(kind for kind in KERNELS if name.startswith(kind))
+                axes.barh(at, length, left=start, color=KERNELS[kind][0], ec="black", lw=0.5)
+                if kind in ("jflux::", "nvjet"):
+                    text = name if kind == "jflux::" else "_".join(name.split("_")[:4]) + "..."
+                    axes.text(start + length / 2, at, text, ha="center", va="center", size=7.5)
+                elif kind == "nccl" and j == 0:
+                    text = "_".join(name.split("_")[:2])
+                    first = "AllGather" in name
+                    left, side = (start, "left") if first else (start + length, "right")
+                    axes.text(left, at - 0.5, f" {text} ", ha=side, size=7.5)
+    axes.set_yticks([at for at, _ in lines], [name for _, name in lines])
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_xlim(-20, 1.01 * max(ends))
+    axes.set_xlabel("us since the first kernel of the program")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    handles = [Rectangle((0, 0), 1, 1, fc=c, ec="black", lw=0.5) for c, _ in KERNELS.values()]
+    names = [name for _, name in KERNELS.values()]
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
+    return figure
+
+
 def main() -> None:
     folder = Path(__file__).parent / "img"
-    for draw in (shards, layouts, tile_order, straddling, senders, exposed):
+    for draw in (shards, layouts, tile_order, straddling, senders, exposed, profile):
         draw().savefig(folder / f"{draw.__name__}.svg", metadata={"Date": None})
 
 

@@ -85,6 +85,6 @@ ALL = (DEVICES, CHECKIFY, SHARD_MAP, LOWERINGS, LOWERING, THREADS, STORE)
 
 def lower_for_its_devices(primitive: Primitive) -> None:
     """Has JAX lower the primitive anew for other devices, since its lowering names them. Where JAX
-    cannot be told, calls take their reference (`_lowering.plan_call`)."""
+    cannot be told, calls take their reference (`primitives.plan_call`)."""
     if (dispatch := DEVICES.get()) is not None:
         dispatch.prim_requires_devices_during_lowering.add(primitive)

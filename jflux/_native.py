@@ -24,7 +24,7 @@ MAX_WEIGHTS: int = _constants["max_weights"]
 #: Rows of a tile of the GPU kernels.
 TILE_ROWS: int = _constants["tile_rows"]
 #: (columns of a tile, cluster_m) of each kernel of grouped products
-#: (cc/ops/grouped_matmul/grouped_matmul_config.h).
+#: (cc/ops/grouped_matmul/grouped_matmul.h).
 GROUPED_TILES: tuple[tuple[int, int], ...] = tuple(
     (int(columns), int(cluster_m))
     for columns, cluster_m in (tile.split("/") for tile in _constants["grouped_tiles"])

@@ -12,12 +12,12 @@ from typing import Any
 
 import jax
 
-from . import _derivatives
-from ._ops._product import PRODUCT
+from ._call import derivatives
 from ._ops._spec import products
-from ._ops.all_gather_matmul import ACTIVATED, PREACTIVATION
+from ._ops.products._product import PRODUCT
+from ._ops.products.all_gather_matmul import ACTIVATED, PREACTIVATION
 
-_PRODUCTS = frozenset(f"jflux_{spec.name}" for spec in products()) | {_derivatives.NAME}
+_PRODUCTS = frozenset(f"jflux_{spec.name}" for spec in products()) | {derivatives.NAME}
 _results_saveable = jax.checkpoint_policies.save_only_these_names(PRODUCT, PREACTIVATION, ACTIVATED)
 
 

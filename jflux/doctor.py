@@ -22,21 +22,13 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 
-from . import (
-    _bug_report,
-    _config,
-    _explain,
-    _gpu_code,
-    _heap,
-    _jax_internals,
-    _native,
-    _virtual,
-    testing,
-)
-from ._dispatch import Path, Plan
+from . import _config, _heap, _jax_internals, _native, testing
+from ._call import explain, gpu_code
+from ._call.plans import Path, Plan
 from ._heap import _nvshmem
 from ._ops._spec import OpSpec, collectives, products
-from ._trial import Trial
+from ._tools import bug_reports, virtual_devices
+from ._tools.trials import Trial
 
 
 def _versions() -> Iterator[str]:
@@ -72,9 +64,9 @@ def _devices() -> Iterator[str]:
             "XLA_FLAGS=--xla_force_host_platform_device_count=N"
         )
     if _heap._cuda_usable():
-        yield from _gpu_code.report(
-            _gpu_code.arch_here(), ", ".join(kinds), _gpu_code.portable_ops(),
-            _gpu_code.PORTABLE_IS_CHECKED or _config.config.unchecked_kernels,
+        yield from gpu_code.report(
+            gpu_code.arch_here(), ", ".join(kinds), gpu_code.portable_ops(),
+            gpu_code.PORTABLE_IS_CHECKED or _config.config.unchecked_kernels,
         )  # fmt: skip
 
 
@@ -170,7 +162,7 @@ def _plan(spec: OpSpec, mesh: Mesh, dtype: Any, size: int) -> Plan:
         for shape, spec_ in shapes
     ]
     with _config.override(always=False):
-        (call, *_) = _explain.explain(_program(spec, mesh), *operands)
+        (call, *_) = explain.explain(_program(spec, mesh), *operands)
     return call.plan
 
 
@@ -229,12 +221,12 @@ def bug_report(settings: Sequence[str], log: pathlib.Path | None = None) -> Iter
     that wrote `log`. No name of a host, a user or a folder is among them."""
     yield "```text"
     for line in itertools.chain(report(), ["settings:"], (f"  {line}" for line in settings)):
-        yield _bug_report.scrub(line)
+        yield bug_reports.scrub(line)
     yield "last fault:"
     if log is None:
         yield "  (give the program's output with --log FILE, or paste the error here)"
     else:
-        found = _bug_report.last_fault(log.read_text(errors="replace"))
+        found = bug_reports.last_fault(log.read_text(errors="replace"))
         yield from (f"  {line}" for line in found or ["the program's output does not name jflux"])
     yield "```"
 
@@ -259,9 +251,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.log is not None and not args.log.is_file():
         parser.error(f"--log {args.log} is no file")
-    _virtual.ask_for_devices()
+    virtual_devices.ask_for_devices()
     whole = args.report or args.log is not None
-    lines = bug_report(_bug_report.settings(), args.log) if whole else report()
+    lines = bug_report(bug_reports.settings(), args.log) if whole else report()
     # Tiny operands would take lax.
     jflux.config.update(always=True, unchecked_kernels=args.unchecked)
     failed = False

@@ -30,9 +30,11 @@ import jax
 
 import jflux
 
-from . import _gpu_code, _heap, _virtual, testing
+from . import _heap, testing
+from ._call import gpu_code
 from ._ops._spec import ops_with_checked_kernels
-from ._progress import Progress
+from ._tools import virtual_devices
+from ._tools.progress import Progress
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,8 +76,8 @@ def _start_jax(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
     several = several or "JAX_COORDINATOR_ADDRESS" in os.environ
     if several and args.seed is None:
         args.seed = 0  # the same in all processes
-    share = 1 if args.distributed else _virtual.DEVICES // (args.processes or 1)
-    _virtual.ask_for_devices(max(1, share))
+    share = 1 if args.distributed else virtual_devices.DEVICES // (args.processes or 1)
+    virtual_devices.ask_for_devices(max(1, share))
     # No kernel of jflux uses NVLink multicast, so NCCL need not set it up either.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     if not several:
@@ -244,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bar = Progress(total, unit, show=speaks)
     try:
         # Elsewhere products are XLA's, and checked as well.
-        strict = jax.default_backend() != "gpu" or _gpu_code.arch_here() >= _gpu_code.HOPPER
+        strict = jax.default_backend() != "gpu" or gpu_code.arch_here() >= gpu_code.HOPPER
         with jflux.config(strict=strict, always=True, unchecked_kernels=args.unchecked):
             jflux.init(deadline_seconds=args.deadline_seconds)
             report = stress(

@@ -3,8 +3,8 @@
 :mod:`jflux.triton` has the device functions.
 """
 
-from ._symm.call import call as call
-from ._symm.checking import Report as Report
-from ._symm.checking import check as check
+from ._own_kernels.symm_call import call as call
+from ._own_kernels.symm_check import Report as Report
+from ._own_kernels.symm_check import check as check
 
 __all__ = ["Report", "call", "check"]

@@ -29,7 +29,7 @@ import numpy as np
 from . import _heap, _native
 from ._heap._waits import on_a_thread
 from ._ops._spec import products
-from ._trial import Trial
+from ._tools.trials import Trial
 
 # cc/gpu/device_state.h
 KINDS = (

@@ -1,6 +1,6 @@
 """``python -m jflux.tune``: :func:`jflux.tune` for a list of shapes, or for those of a model.
 
-(``jflux.tune`` itself is the function, from jflux/_tuner.py.)
+(``jflux.tune`` itself is the function, from jflux/_tools/tuner.py.)
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from . import _models, _trial, _tuner, _tuning
-from ._models import Product
+from ._call import tuning_tables
 from ._ops._spec import all_ops
-from ._progress import Progress
-from ._trial import Trial
-from ._tuner import tune
+from ._tools import language_models, trials, tuner
+from ._tools.language_models import Product
+from ._tools.progress import Progress
+from ._tools.trials import Trial
+from ._tools.tuner import tune
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--model",
-        help=f"instead of shapes: all products of {', '.join(_models.MODELS)}, or of "
+        help=f"instead of shapes: all products of {', '.join(language_models.MODELS)}, or of "
         "several of them, with commas",
     )
     add("--config", type=pathlib.Path, help="the same, of a Hugging Face config.json")
@@ -83,14 +84,14 @@ def _asked(args: argparse.Namespace, ranks: int) -> list[Product]:
     if min(tokens) < 1:
         raise ValueError(f"--tokens {args.tokens!r} is no list of numbers, such as 512,2048")
     if args.config:
-        models = [_models.of_config(args.config)]
+        models = [language_models.of_config(args.config)]
     else:
-        models = [_models.named(name) for name in args.model.split(",")]
+        models = [language_models.named(name) for name in args.model.split(",")]
     found = (
         product
         for rows in tokens
         for sizes in models
-        for product in _models.products(sizes, [rows], ranks, training=args.training)
+        for product in language_models.products(sizes, [rows], ranks, training=args.training)
         if product.layer != "head" or not args.layers_only
     )
     # Models share some; what a layer is called makes no difference.
@@ -101,7 +102,7 @@ def _why_not(product: Product, ranks: int) -> str | None:
     """Why a model's product cannot be tuned over so many ranks."""
     try:
         spec = all_ops()[product.op]
-        _tuner.check_divides(spec, product.m, product.n, product.k, ranks)
+        tuner.check_divides(spec, product.m, product.n, product.k, ranks)
     except ValueError as error:
         return str(error)
     return None
@@ -116,16 +117,16 @@ def _list(asked: Sequence[Product], ranks: int) -> None:
 def _key(product: Product, args: argparse.Namespace, mesh: Mesh) -> str | None:
     """By which a table knows the call; None if no kernel takes it."""
     spec = all_ops()[product.op]
-    _tuner.check_divides(spec, product.m, product.n, product.k, mesh.size)
+    tuner.check_divides(spec, product.m, product.n, product.k, mesh.size)
     trial = Trial(spec, "tp", product.transpose_rhs)
     dtype = jnp.dtype(args.dtype)
-    plan = _tuner.plan_of(trial, product.m, product.n, product.k, mesh, dtype)
+    plan = tuner.plan_of(trial, product.m, product.n, product.k, mesh, dtype)
     return None if plan.key is None else str(plan.key)
 
 
 def _is_in(path: pathlib.Path, product: Product, args: argparse.Namespace, mesh: Mesh) -> bool:
     """Whether a table has the call already."""
-    known = _tuning.load(path)
+    known = tuning_tables.load(path)
     try:
         return bool(known) and _key(product, args, mesh) in known
     except ValueError:  # which tuning it will say
@@ -153,7 +154,7 @@ def _tune(product: Product, args: argparse.Namespace, mesh: Mesh, title: str) ->
             bar.close()
     print(result, flush=True)
     if args.out is not None and jax.process_index() == 0:
-        _tuning.store(args.out, {str(result.key): _tuning.as_json(result.best)})
+        tuning_tables.store(args.out, {str(result.key): tuning_tables.as_json(result.best)})
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -175,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.out is not None and _is_in(args.out, product, args, mesh):
             continue
         start = time.monotonic()
-        if _trial.slowest(start - begun) + longest > args.limit:
+        if trials.slowest(start - begun) + longest > args.limit:
             print(f"no time for {len(asked) - i + 1} products, from {product} on", file=sys.stderr)
             return 0
         title = f"{i}/{len(asked)} {product.op} {product.m} x {product.n} x {product.k}"

@@ -28,9 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jflux
-from jflux._attention import flash_attention
-from jflux._attention.blocks import Part, Scores
-from jflux._attention.layouts import own_positions
+from jflux._ops.attention import flash_attention
+from jflux._ops.attention._blockwise import Positions, Scores
+from jflux._ops.attention.sequence_layouts import own_positions
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "any")
 
@@ -54,7 +54,7 @@ def draw(rng: np.random.Generator, longest: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def parts(rng: np.random.Generator, call: dict[str, Any]) -> list[Part]:
+def parts(rng: np.random.Generator, call: dict[str, Any]) -> list[Positions]:
     """The positions and segments of queries and of keys."""
     found = []
     for length in call["lengths"]:
@@ -68,7 +68,7 @@ def parts(rng: np.random.Generator, call: dict[str, Any]) -> list[Part]:
         if call["segments"]:
             ids = rng.integers(0, call["segments"], (call["batch"], length)).astype(np.int32)
             ids = np.sort(ids, 1) if rng.integers(2) else ids
-        found.append(Part(positions, ids))
+        found.append(Positions(positions, ids))
     return found
 
 
@@ -80,7 +80,7 @@ def operands(rng: np.random.Generator, call: dict[str, Any]) -> list[jax.Array]:
     return [jnp.asarray(rng.standard_normal(shape), call["dtype"]) for shape in shapes]
 
 
-def exact(arrays: Any, queries: Part, keys: Part, scores: Scores) -> dict[str, Any]:
+def exact(arrays: Any, queries: Positions, keys: Positions, scores: Scores) -> dict[str, Any]:
     """What comes out, in float64; and of sums the sum of their terms' sizes."""
     q, k, v, do = (np.asarray(a, np.float64).swapaxes(1, 2) for a in arrays)  # [B, heads, S, D]
     shared = q.shape[1] // k.shape[1]
@@ -135,7 +135,9 @@ def off(got: Any, want: Any, roundings: float, dtype: Any) -> float:
 def program(call: dict[str, Any], wide: bool) -> Any:
     scores = call["scores"]
 
-    def run(q: Any, k: Any, v: Any, do: Any, delta: Any, queries: Part, keys: Part) -> Any:
+    def run(
+        q: Any, k: Any, v: Any, do: Any, delta: Any, queries: Positions, keys: Positions
+    ) -> Any:
         dtype = jnp.float32 if wide else q.dtype
         o, lse = flash_attention.forward(q, queries, k, v, keys, scores, dtype)
         gradients = flash_attention.backward(q, queries, k, v, keys, scores, lse, do, delta)

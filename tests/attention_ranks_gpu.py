@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import testing
-from jflux._attention import all_gather_attention
-from jflux._attention.blocks import Part, Scores
+from jflux._ops.attention import all_gather_attention
+from jflux._ops.attention._blockwise import Positions, Scores
 
 SEQUENCE = P(None, "cp")
 
@@ -42,14 +42,14 @@ def draw(rng: np.random.Generator, ranks: int, longest: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def part(rng: np.random.Generator, call: dict[str, Any], ranks: int) -> Part:
+def part(rng: np.random.Generator, call: dict[str, Any], ranks: int) -> Positions:
     """Of all ranks, in their order."""
     length = call["lengths"][0]
     ids = None
     if call["segments"]:
         ids = rng.integers(0, call["segments"], (call["batch"], length)).astype(np.int32)
         ids = np.sort(ids, 1) if rng.integers(2) else ids
-    return Part(np.asarray(jflux.causal_positions(length, ranks, layout=call["layout"])), ids)
+    return Positions(np.asarray(jflux.causal_positions(length, ranks, layout=call["layout"])), ids)
 
 
 def attention(call: dict[str, Any], ranks: int, has_segments: bool) -> Any:

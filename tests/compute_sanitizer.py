@@ -52,7 +52,7 @@ LOCAL = {
 TWO_GPUS = {
     "all_gather_grouped_matmul": ["gathered_gpu.py", "--only", "gather"],
     "grouped_matmul_reduce_scatter": ["gathered_gpu.py", "--only", "scatter"],
-    "moe_dispatch": ["placed_gpu.py"],  # and moe_combine
+    "moe_dispatch": ["dispatch_gpu.py"],  # and moe_combine
     "all_gather_attention": ["attention_gpu.py", "--ranks", "2"],
     "decode_merge": [*PYTEST, "test_decode_merge.py", "-k", "values and 2-shape1"],
     "stress": ["-m", "jflux.stress", "--calls", "40"],  # all ops that have one kernel a call

@@ -30,8 +30,8 @@ import pytest  # noqa: E402
 import suite_times  # noqa: E402
 
 import jflux  # noqa: E402
-from jflux._ops import matmul_all_reduce  # noqa: E402
 from jflux._ops._spec import all_ops  # noqa: E402
+from jflux._ops.products import matmul_all_reduce  # noqa: E402
 
 # How many examples a property gets, as a percentage of what harness.examples is told. Both tiers
 # are deterministic; HYPOTHESIS_PROFILE=nightly draws new examples.

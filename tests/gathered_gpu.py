@@ -37,8 +37,9 @@ from jax.sharding import PartitionSpec as P
 from routed import TILES, draw_chosen, draw_many, exact, rows_of_experts
 
 import jflux
-from jflux import _tuning, moe, testing
-from jflux.moe import _gathered
+from jflux import moe, testing
+from jflux._call import tuning_tables
+from jflux._ops.experts import all_gather_grouped_matmul
 
 WAYS = (
     {}, {}, {"activation": "silu", "gated": True}, {"activation": "silu", "gated": True},
@@ -97,10 +98,12 @@ def check(seed: int, ranks: int) -> tuple[str, str, float]:
         return jnp.asarray(x, dtype), ws, jnp.asarray(chosen)
 
     drawn = draw()
-    forced = _tuning.force(_tuning.Choice(*tile, 8)) if tile else contextlib.nullcontext()
+    forced = (
+        tuning_tables.force(tuning_tables.Choice(*tile, 8)) if tile else contextlib.nullcontext()
+    )
     with forced:
         program = jax.jit(f).lower(*given(*drawn)).compile()
-    if f'custom_call_target="jflux_{_gathered.OP}"' not in program.as_text():
+    if f'custom_call_target="jflux_{all_gather_grouped_matmul.OP}"' not in program.as_text():
         raise AssertionError("the program does not have the kernel")
     worst = 0.0
     fine = float(jnp.finfo(out).eps) + 2.0**-16

@@ -32,9 +32,10 @@ if __name__ == "__main__":  # pytest has its own devices
 import jax
 import jax.numpy as jnp
 
-from jflux import _config, _dispatch, _ffi, _gpu_code, _heap, _lowering, _native
-from jflux._attention import cudnn
-from jflux._dispatch import Machine
+from jflux import _config, _heap, _native
+from jflux._call import ffi_targets, gpu_code, plans, primitives
+from jflux._call.plans import Machine
+from jflux._ops.attention import _cudnn
 from jflux._stress import calls, cases, programs
 
 H100S = Machine("cuda", sm_count=132, link_gbps=320.0, heap_bytes=2 << 30, is_here=False)
@@ -57,12 +58,12 @@ def as_on_gpus() -> Iterator[None]:
         for module, name, value in (
             (_native, "lib", Library(_native.lib)),
             (_heap, "why_not_usable", lambda *_: None),
-            (_dispatch, "machine_of", lambda *_: H100S),
-            (_lowering, "levels_over", lambda *_: None),
-            (_gpu_code, "arch_here", lambda: _gpu_code.HOPPER),
-            (_ffi, "register_targets", lambda _: None),
-            (cudnn, "why_not", lambda *_: None),
-            (cudnn, "_is_recent_gpu", lambda: True),
+            (plans, "machine_of", lambda *_: H100S),
+            (primitives, "levels_over", lambda *_: None),
+            (gpu_code, "arch_here", lambda: gpu_code.HOPPER),
+            (ffi_targets, "register_targets", lambda _: None),
+            (_cudnn, "why_not", lambda *_: None),
+            (_cudnn, "_is_recent_gpu", lambda: True),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield

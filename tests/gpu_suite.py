@@ -1,8 +1,10 @@
-"""Runs all test files on this host's GPUs, a few at a time, and then, one after the other, what is
-no test file; a table is last:
+"""Runs all tests on this host's GPUs, shared by a few processes, then the files that need the GPUs
+alone, then what is no test file; a table is last:
 
-python tests/gpu_suite.py [--at-once 5] [--scripts NAME...] [--limit 3600] [FILE...]
+python tests/gpu_suite.py [--at-once 5] [--done FILE] [--scripts NAME...] [--limit 3600] [FILE...]
 
+    --done                a file of tests that have passed: they are left out, and it grows, so that
+                          several runs of some minutes make a whole suite
     --scripts             NAME... of the runs below, by default all; without a NAME none
     --files               no test files, if no FILE follows
 
@@ -10,7 +12,7 @@ python tests/gpu_suite.py [--at-once 5] [--scripts NAME...] [--limit 3600] [FILE
     attention             tests/attention_gpu.py: the kernels of attention
     attention_ranks       the same with --ranks: keys that arrive inside the kernel
     gathered              tests/gathered_gpu.py: gathered rows, scattered sums
-    placed                tests/placed_gpu.py: a dispatch and a combine in one kernel each
+    placed                tests/dispatch_gpu.py: a dispatch and a combine in one kernel each
     symm                  tests/symm_gpu.py: Triton kernels, their faults and times
     two_level, nvshmem    the scripts of these names: nodes of one host
     growth                tests/growth_gpu.py: a heap that grows, with the default settings
@@ -22,15 +24,16 @@ python tests/gpu_suite.py [--at-once 5] [--scripts NAME...] [--limit 3600] [FILE
                           since it compiles a library
 
 Kernels of several processes take turns on a GPU, and wait for peers whose turn it is not: with five
-files at a time the suite takes minutes, with eleven it does not end.
+at a time the suite takes a quarter of an hour, with eleven it does not end. Without pytest-xdist
+there is one process.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import glob
+import importlib.util
 import os
 import pathlib
 import re
@@ -76,7 +79,7 @@ def scripts(gpus: int, minutes: float) -> dict[str, Commands]:
         "attention": [[*python, "attention_gpu.py", "--limit", "200"]],
         "attention_ranks": [[*python, "attention_gpu.py", "--ranks", f"{gpus}"]],
         "gathered": [[*python, "gathered_gpu.py", "--ranks", f"{gpus}", "--limit", "300"]],
-        "placed": [[*python, "placed_gpu.py", "--ranks", f"{gpus}", "--limit", "200"]],
+        "placed": [[*python, "dispatch_gpu.py", "--ranks", f"{gpus}", "--limit", "200"]],
         "symm": [[*python, "symm_gpu.py", "--times", "5", "--limit", "500"]],
         "two_level": [[*python, "two_level_gpu.py", "--nodes", f"{min(gpus, 2)}"]],
         "nvshmem": [[*python, "nvshmem_gpu.py", "--processes", f"{gpus}"]],
@@ -127,10 +130,24 @@ def run(name: str, commands: Commands, logs: pathlib.Path, share: float, until: 
         summary=re.sub(r" in [\d.]+s.*", "", last).strip("= ") if ended else f"not ended: {last}",
         details=[
             line for line in lines if re.match(r"(FAILED|ERROR|E  |Fatal|WRONG|seed \d+: )", line)
-        ][:6]
+        ][:40]
         or [line for line in lines if re.match(r'  File ".*/tests/', line)][:6],  # where it hangs
         right=code == 0,
     )
+
+
+def command_of(names: list[str], at_once: int, done: pathlib.Path | None) -> list[str]:
+    """The command that runs test files."""
+    command = [sys.executable, "-m", "pytest", "-q", "--full", "--no-header",
+               "--tb=no", "-rN", "-p", "pieces", "-p", "no:cacheprovider",
+               "-o", "faulthandler_timeout=60"]  # fmt: skip
+    if done is not None:
+        command += ["--done", str(done.resolve())]
+    if at_once > 1 and importlib.util.find_spec("xdist"):
+        command += ["-n", str(at_once), "--dist", "worksteal", "--maxfail=60"]
+    else:
+        command += ["-s", "--maxfail=5"]  # if it does not end, the log has what processes said
+    return [*command, *(f"test_{name}.py" for name in names)]
 
 
 def main() -> int:
@@ -141,6 +158,7 @@ def main() -> int:
     parser.add_argument("files", nargs="*", help="such as tune or test_tune.py; all, if none")
     parser.add_argument("--files", dest="named", action="store_true", help="those named alone")
     parser.add_argument("--at-once", type=int, default=5)
+    parser.add_argument("--done", type=pathlib.Path, help="tests that have passed")
     parser.add_argument("--scripts", nargs="*", choices=list(scripts(gpus, 0)))
     parser.add_argument("--minutes", type=float, default=2.0, help="of stress")
     parser.add_argument("--limit", type=float, default=3600, help="seconds for everything")
@@ -155,22 +173,17 @@ def main() -> int:
     if chosen is None:
         chosen = [name for name in others if name not in ("compute_sanitizer", "portable")]
 
-    def test(name: str, share: float) -> Outcome:
-        command = [sys.executable, "-m", "pytest", "-q", "--full", "--no-header", "--maxfail=5",
-                   "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60",
-                   f"test_{name}.py"]  # fmt: skip
-        if name in ALONE:
-            command.append("-s")  # if it does not end, the log has what its processes said
-        outcome = run(name, [command], args.logs, share, until)
-        print(f"{name}: {outcome.summary}", flush=True)
-        return outcome
-
-    together = [name for name in names if name not in ALONE]
-    with concurrent.futures.ThreadPoolExecutor(args.at_once) as pool:
-        outcomes = list(pool.map(lambda name: test(name, 0.6 / args.at_once), together))
-    outcomes += [test(name, 0.2) for name in names if name in ALONE]
-    for name in chosen:
-        outcomes.append(run(name, others[name], args.logs, 0.3, until))
+    # A name, commands, and the share of a GPU's memory for each process.
+    runs: list[tuple[str, Commands, float]] = []
+    if together := [name for name in names if name not in ALONE]:
+        share = 0.5 / args.at_once
+        runs.append(("tests", [command_of(together, args.at_once, args.done)], share))
+    alone = [name for name in names if name in ALONE]
+    runs += [(f"test_{name}", [command_of([name], 1, args.done)], 0.2) for name in alone]
+    runs += [(name, others[name], 0.3) for name in chosen]
+    outcomes = []
+    for name, commands, share in runs:
+        outcomes.append(run(name, commands, args.logs, share, until))
         print(f"{name}: {outcomes[-1].summary}", flush=True)
     print()
     for o in outcomes:

@@ -96,7 +96,7 @@ SHAPES = [s for s in SHAPES if math.prod(s) <= RANKS]
 
 
 @st.composite
-def meshes(draw: Any) -> tuple[Mesh, Any]:
+def drawn_meshes(draw: Any) -> tuple[Mesh, Any]:
     """A mesh over some devices in any order, and the axis or axes (in any order) of its groups."""
     shape = draw(st.sampled_from(SHAPES))
     names = ("a", "b", "c")[: len(shape)]

@@ -23,8 +23,9 @@ import numpy as np
 from routed import TILES
 
 import jflux
-from jflux import _tuning, moe
-from jflux._epilogue import ACTIVATIONS
+from jflux import moe
+from jflux._call import tuning_tables
+from jflux._ops._epilogue import ACTIVATIONS
 
 WAYS = (
     {}, {}, {"activation": "silu"}, {"activation": "silu", "gated": True},
@@ -162,7 +163,9 @@ def check_product(seed: int) -> tuple[str, str, float]:
         cast(x_in, dtype), [cast(w, dtype) for w in ws], cast(scale_in, jnp.float32),
         cast(dy_in, out), jnp.asarray(sizes, jnp.int32),
     )  # fmt: skip
-    forced = _tuning.force(_tuning.Choice(*tile, 8)) if tile else contextlib.nullcontext()
+    forced = (
+        tuning_tables.force(tuning_tables.Choice(*tile, 8)) if tile else contextlib.nullcontext()
+    )
     with forced:
         program = jax.jit(both).lower(*args).compile()
     first, again = (jax.tree.map(np.asarray, program(*args)) for _ in range(2))

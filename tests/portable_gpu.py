@@ -37,14 +37,14 @@ LEFT_OUT = "not norm and not what_follows and not shape2 and not beside_other_co
 
 CODE = """
 import jax, jflux
-from jflux import _gpu_code, _heap
+from jflux import _heap; from jflux._call import gpu_code
 capabilities = {d.compute_capability for d in jax.local_devices()}
 assert capabilities == {"9.0"}, f"--build is for Hopper, these are {capabilities}"
-assert _gpu_code.arch_here() == _gpu_code.PORTABLE, "the GPUs run code for sm_90a"
+assert gpu_code.arch_here() == gpu_code.PORTABLE, "the GPUs run code for sm_90a"
 assert _heap.existing_or_new() == "cuda", _heap.why_no_heap("cuda")
 jflux.config.update(unchecked_kernels=True)
 for op in ("all_gather_matmul", "all_reduce"):
-    print(op, _gpu_code.why_not(op, _gpu_code.arch_here(), _gpu_code.gpu_here()))
+    print(op, gpu_code.why_not(op, gpu_code.arch_here(), gpu_code.gpu_here()))
 """
 ROUTE = """
 import jflux, moe_gpu

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jflux import _native
-from jflux._epilogue import ACTIVATIONS
+from jflux._ops._epilogue import ACTIVATIONS
 
 #: Columns and CTAs of a cluster of the tiles that are compiled; None: the chosen one.
 TILES = (None, *_native.GROUPED_TILES)

@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from routed import TILES, draw_chosen, exact
 
-from jflux import _tuning, moe, testing
-from jflux.moe import _scattered
+from jflux import moe, testing
+from jflux._call import tuning_tables
+from jflux._ops.experts import grouped_matmul_reduce_scatter
 
 
 def wanted(h: Any, w: Any, weights: Any, chosen: Any, ranks: int) -> tuple[np.ndarray, np.ndarray]:
@@ -89,10 +90,12 @@ def check(seed: int, ranks: int) -> tuple[str, str, float]:
 
     drawn = draw()
     f = per_rank(mesh, experts, transpose_rhs=turned, preferred_element_type=out)
-    forced = _tuning.force(_tuning.Choice(*tile, 8)) if tile else contextlib.nullcontext()
+    forced = (
+        tuning_tables.force(tuning_tables.Choice(*tile, 8)) if tile else contextlib.nullcontext()
+    )
     with forced:
         program = jax.jit(f).lower(*given(*drawn, dtype, turned)).compile()
-    if f'custom_call_target="jflux_{_scattered.OP}"' not in program.as_text():
+    if f'custom_call_target="jflux_{grouped_matmul_reduce_scatter.OP}"' not in program.as_text():
         raise AssertionError("the program does not have the kernel")
     fine = float(jnp.finfo(out).eps) + 2.0**-16
     worst, last = 0.0, None

@@ -15,9 +15,9 @@ from test_attention import LAYOUTS, Case, plain, weights_of
 
 import jflux
 from jflux import testing
-from jflux._attention import all_gather_attention
-from jflux._attention.blocks import Scores
-from jflux._dispatch import Machine, Path
+from jflux._call.plans import Machine, Path
+from jflux._ops.attention import all_gather_attention
+from jflux._ops.attention._blockwise import Scores
 
 pytestmark = pytest.mark.skipif(PLATFORM == "gpu", reason="float32: tests/attention_gpu.py")
 SEQUENCE = P(None, "tp")

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import testing
-from jflux._ops.all_reduce import ALGORITHMS
+from jflux._ops.collectives.all_reduce import ALGORITHMS
 
 DTYPES = (jnp.bfloat16, np.float16, np.float32, np.float64)
 SIZES = [(1,), (3,), (5, 7), (8,), (1000, 33), (2, 3, 4001)]

@@ -23,8 +23,8 @@ from harness import (
 )
 
 import jflux
-from jflux._dispatch import Machine, Path
-from jflux._ops import all_to_all_matmul as op
+from jflux._call.plans import Machine, Path
+from jflux._ops.products import all_to_all_matmul as op
 
 OP = "all_to_all_matmul"
 WAYS = [(-2, -1), (-1, -2), (-1, -1), (-2, -2)]

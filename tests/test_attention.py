@@ -14,7 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _config, testing
-from jflux._attention import all_gather_attention, attention, blocks, flash_attention, split
+from jflux._ops.attention import (
+    _blockwise,
+    _split_sequence,
+    all_gather_attention,
+    attention,
+    flash_attention,
+)
 
 pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="float64")
 
@@ -31,7 +37,7 @@ def x64():
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """So that a part of a short sequence has several, and one that is not full."""
-    monkeypatch.setattr(blocks, "_MOST", 8)
+    monkeypatch.setattr(_blockwise, "_MOST", 8)
 
 
 @dataclasses.dataclass
@@ -178,13 +184,13 @@ def test_a_query_without_keys_is_zero_and_has_no_gradient():
     # Queries from 4 on are of segments that no key is of, and the others have one key each.
     at = jnp.arange(16)
     own = np.tile(np.arange(16), (2, 1))
-    queries, keys = blocks.Part(at, own), blocks.Part(at, own + 100 * (own >= 4))
-    o, lse = blocks.forward(q, queries, k, v, keys, blocks.Scores(1.0))
+    queries, keys = _blockwise.Positions(at, own), _blockwise.Positions(at, own + 100 * (own >= 4))
+    o, lse = _blockwise.forward(q, queries, k, v, keys, _blockwise.Scores(1.0))
     np.testing.assert_allclose(o[:, :4], np.repeat(v, 2, 2)[:, :4])
     assert not o[:, 4:].any() and np.isneginf(lse[:, 4:]).all()
     do = np.ones_like(o)
-    delta = blocks.delta_of(o, lse, do, np.where(np.isneginf(lse), np.nan, 1))
-    dq, dk, dv = blocks.backward(q, queries, k, v, keys, blocks.Scores(1.0), lse, do, delta)
+    delta = _blockwise.delta_of(o, lse, do, np.where(np.isneginf(lse), np.nan, 1))
+    dq, dk, dv = _blockwise.backward(q, queries, k, v, keys, _blockwise.Scores(1.0), lse, do, delta)
     assert not any(d[:, 4:].any() for d in (dq, dk, dv))
     np.testing.assert_allclose(dv[:, :4], 2)
     np.testing.assert_allclose(dq[:, :4], np.repeat(k, 2, 2)[:, :4], rtol=1e-12)
@@ -289,7 +295,7 @@ def test_transforms(wrap):
             if wrap == "remat":
                 o = jax.checkpoint(lambda *a: f(*a, None)[0])(q, k, v)
             elif wrap == "saved by name":
-                policy = jax.checkpoint_policies.save_only_these_names(split.ATTENTION)
+                policy = jax.checkpoint_policies.save_only_these_names(_split_sequence.ATTENTION)
                 o = jax.checkpoint(lambda *a: f(*a, None)[0], policy=policy)(q, k, v)
             elif wrap == "scan":
                 o, _ = jax.lax.scan(lambda q, _: (f(q, k, v, None)[0], None), q, None, length=3)
@@ -316,7 +322,7 @@ def test_a_saved_result_is_not_computed_again():
             text.count(f"jflux_{op}[") for op in (all_gather_attention.OP, flash_attention.BACKWARD)
         ]
 
-    named = jax.checkpoint_policies.save_only_these_names(split.ATTENTION)
+    named = jax.checkpoint_policies.save_only_these_names(_split_sequence.ATTENTION)
     assert passes(None) == [2, 1] and passes(named) == [1, 1]
 
 

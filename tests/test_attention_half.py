@@ -10,7 +10,7 @@ from harness import PLATFORM, RANKS, make_mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux._attention import all_gather_attention, cudnn
+from jflux._ops.attention import _cudnn, all_gather_attention
 
 SEQUENCE = P(None, "tp")
 
@@ -123,8 +123,8 @@ def test_windows_on_one_rank(op, causal):
 def test_parts_by_cudnn(monkeypatch, dtype, width, chunk, world, layout, causal, ring, return_lse):
     called = []
     for name in ("forward", "backward"):
-        f = getattr(cudnn, name)
-        monkeypatch.setattr(cudnn, name, lambda *a, f=f, **o: called.append(f) or f(*a, **o))
+        f = getattr(_cudnn, name)
+        monkeypatch.setattr(_cudnn, name, lambda *a, f=f, **o: called.append(f) or f(*a, **o))
     # As for longer sequences.
     monkeypatch.setattr(all_gather_attention, "MOST_POSITIONS_FOR_GRADIENTS", 0)
     shape = (2, 2 * chunk * world, 8, 2, width)

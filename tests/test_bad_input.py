@@ -8,19 +8,20 @@ import stat
 import pytest
 
 import jflux
-from jflux import _config, _tuning
+from jflux import _config
+from jflux._call import tuning_tables
 from jflux.plan import Machine
 from jflux.plan.__main__ import main as plan
 
 GPU = "NVIDIA H200"
-KEY = _tuning.Key("all_gather_matmul", 2, 1024, 4096, 8192, "bfloat16", False)
+KEY = tuning_tables.Key("all_gather_matmul", 2, 1024, 4096, 8192, "bfloat16", False)
 ENTRY = {str(KEY): [256, 2, 8, 1]}
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("JFLUX_TUNING_DIR", str(tmp_path / "tuning"))
-    monkeypatch.setattr(_tuning, "_agreed", {})
+    monkeypatch.setattr(tuning_tables, "_agreed", {})
     _config._said.clear()
     yield tmp_path / "tuning"
     _config._said.clear()
@@ -72,25 +73,25 @@ BAD_FILES = [
 def test_a_tuning_table_that_is_none(make, folder, caplog):
     """Reading it is a line in the log, and the heuristic decides; so it is with writing, if that is
     not possible. The process has what it measured."""
-    path = _tuning.user_path(GPU)
+    path = tuning_tables.user_path(GPU)
     make(path)
     with caplog.at_level(logging.WARNING, "jflux"):
-        assert _tuning.load(path) == {}
-        assert _tuning._user_table(GPU) == {}
+        assert tuning_tables.load(path) == {}
+        assert tuning_tables._user_table(GPU) == {}
     (line,) = [r.getMessage() for r in caplog.records]
     assert line.startswith(f"tuning table {path}, line 1: ignored, since it ")
     caplog.clear()
     with caplog.at_level(logging.WARNING, "jflux"):
-        _tuning.store(path, ENTRY)
+        tuning_tables.store(path, ENTRY)
     if make in (_directory, _file_in_place_of_the_folder):
         (line,) = [r.getMessage() for r in caplog.records]
         assert f"tuning table {path} cannot be written (" in line and "JFLUX_TUNING_DIR" in line
     else:  # replaced by a table
-        assert stat.S_ISREG(path.lstat().st_mode) and _tuning.load(path) == ENTRY
+        assert stat.S_ISREG(path.lstat().st_mode) and tuning_tables.load(path) == ENTRY
     if path.parent.is_dir():  # nothing is left over
         assert [p.name for p in path.parent.iterdir()] == [path.name]
-    _tuning.remember(GPU, ENTRY)
-    assert _tuning.lookup(KEY, GPU) == _tuning.Choice(256, 2, 8, 1)
+    tuning_tables.remember(GPU, ENTRY)
+    assert tuning_tables.lookup(KEY, GPU) == tuning_tables.Choice(256, 2, 8, 1)
 
 
 @pytest.mark.parametrize("make", [_directory, _binary, _link_to_itself, _not_readable])

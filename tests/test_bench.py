@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import RANKS, make_mesh
+from harness import PLATFORM, RANKS, make_mesh
 
 import jflux
-from jflux import _trial
+from jflux._tools import trials
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -67,19 +67,19 @@ def _timing(median, spread=0.0):
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9])
 def test_each_contestant_follows_each_other_one_as_often(count):
     rounds = count if count % 2 == 0 else 2 * count
-    orders = _trial.balanced_orders(count, rounds)
+    orders = trials.balanced_orders(count, rounds)
     assert len(orders) == rounds
     assert all(sorted(order) == list(range(count)) for order in orders)
     follows = collections.Counter(pair for order in orders for pair in itertools.pairwise(order))
     assert len(follows) == count * (count - 1)
     assert set(follows.values()) <= {rounds // count}
-    assert _trial.balanced_orders(count, rounds + 1)[-1] == orders[0]
+    assert trials.balanced_orders(count, rounds + 1)[-1] == orders[0]
 
 
 @pytest.mark.parametrize("size", [5, 8])
 def test_weights_that_are_padded_are_others_in_each_call(size):
     """Or XLA would pad them once for all calls."""
-    run = _trial.loop(lambda x, w: x + jnp.sum(w), 1 + 2 * _trial.CALLS_IN_A_BODY)
+    run = trials.loop(lambda x, w: x + jnp.sum(w), 1 + 2 * trials.CALLS_IN_A_BODY)
     y = jax.jit(run)(jnp.ones((1, 1)), jnp.zeros((size, 8)))
     assert (y.item() != 1) == (size == 5)
 
@@ -444,7 +444,7 @@ def benchmark_of_shapes(monkeypatch):
 
     def measure(shape, mesh, rounds, others):
         measured.append(shape)
-        return {name: _trial.Timing(1e-3, 1e-3, 1e-3) for name in "GCSJ"}
+        return {name: trials.Timing(1e-3, 1e-3, 1e-3) for name in "GCSJ"}
 
     here = {"gpus": "2 x X", "processes": 1, "date": "2026-01-03"}
     monkeypatch.setattr(command, "machine", lambda ranks, processes: here)
@@ -478,9 +478,11 @@ def test_rows_are_added_to_a_result(benchmark_of_shapes, tmp_path, capsys):
 
 def test_readme_is_reproduced(benchmark_of_shapes, monkeypatch, capsys):
     """The rows of its table, beside those of bench/results."""
-    gpus = "4 x NVIDIA H100 80GB HBM3"
-    measured = {"S": _timing(3e-3), "J": _timing(2e-3)}
-    timings = {name: _trial.Timing(**timing) for name, timing in measured.items()}
+    known = reproduce.published
+    gpu = "NVIDIA H100 80GB HBM3"
+    monkeypatch.setattr(reproduce, "published", lambda results, *_: known(results, gpu, 4))
+    measured = {"S": _timing(3e-3), "S captured": _timing(2.5e-3), "J": _timing(2e-3)}
+    timings = {name: trials.Timing(**timing) for name, timing in measured.items()}
     monkeypatch.setattr(harness, "measure", lambda *_: timings)
     monkeypatch.setattr(sys, "argv", ["reproduce", "--ranks", "2"])
     assert reproduce.main() == 0
@@ -491,9 +493,14 @@ def test_readme_is_reproduced(benchmark_of_shapes, monkeypatch, capsys):
     published = readme.table(render.load()).splitlines()[4:9]
     for line, row in zip(lines, published, strict=True):
         name, m, n, k, _, _, gain = [cell.strip() for cell in row.strip("|").split("|")]
-        assert line == f"{name} | {m} | {n} | {k} | 3.000 | 2.000 | 1.50 | {gain} on {gpus}"
-    known = reproduce.published(render.load(), "NVIDIA H200", 2)
-    assert {row["gpus"] for row in known.values()} == {"2 x NVIDIA H200"}
+        start = f"{name} | {m} | {n} | {k} | 2.500 | 2.000 | 1.25 | {gain} on 4 x {gpu}"
+        assert line.startswith(start)
+    row = dataclasses.asdict(shapes.LISTS["flux"][0]) | measured
+    older = {name: value for name, value in row.items() if name != "S captured"}
+    said = reproduce.line(row, older | {"J": _timing(1e-3), "gpus": "2 x X"})
+    assert said.endswith("1.25 | 3.00 on 2 x X (here 1.50 without S captured)")
+    for of, gpus in (("NVIDIA H200", "2 x NVIDIA H200"), ("another", f"4 x {gpu}")):
+        assert {row["gpus"] for row in known(render.load(), of, 2).values()} == {gpus}
 
 
 def test_rows_are_not_added_to_those_of_another_machine(benchmark_of_shapes, tmp_path):
@@ -532,11 +539,14 @@ def test_collectives_are_measured(name, monkeypatch):
 
 @pytest.mark.parametrize("op", [shapes.AG, shapes.RS])
 def test_forms_of_xla_are_checked_and_timed(op, monkeypatch, capsys):
-    """No CPU makes a loop of a windowed einsum, which is said."""
-    monkeypatch.setattr(_trial, "iterations_for", lambda seconds, flops: 2)
+    """A windowed einsum of which XLA makes no loop, as on CPUs, is left out, and that is said."""
+    monkeypatch.setattr(trials, "iterations_for", lambda seconds, flops: 2)
     mesh, shape = make_mesh((RANKS,)), shapes.Shape(op, 8 * RANKS, 16 * RANKS, 32 * RANKS)
     with jflux.config(strict=False):
-        assert "W" not in xla.measure(shape, mesh, rounds=1, without="S s")
+        with monkeypatch.context() as patch:
+            if PLATFORM == "gpu":
+                patch.setattr(xla, "is_windowed", lambda program: False)
+            assert "W" not in xla.measure(shape, mesh, rounds=1, without="S s")
         assert f"{shape}, W: left out, XLA made no loop" in capsys.readouterr().err
         monkeypatch.setattr(xla, "is_windowed", lambda program: True)
         row = xla.measure(shape, mesh, rounds=1, without="S ")
@@ -898,7 +908,7 @@ def attentions_of_others(monkeypatch):
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_is_checked_and_timed(causal, attentions_of_others, monkeypatch):
     """Also that of others, whose times are columns."""
-    monkeypatch.setattr(_trial, "iterations_for", lambda seconds, flops: 2)
+    monkeypatch.setattr(trials, "iterations_for", lambda seconds, flops: 2)
     ranks = min(2, RANKS)
     mesh = make_mesh((ranks,), ("cp",))
     case = attention.Case("tiny", 16 * ranks, 4, 2, causal, width=8)

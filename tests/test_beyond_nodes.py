@@ -13,7 +13,7 @@ from test_ragged_all_to_all import draw_sizes, exact
 
 import jflux
 from jflux import moe
-from jflux._dispatch import Path
+from jflux._call.plans import Path
 
 pytestmark = [
     pytest.mark.wide,

@@ -59,7 +59,8 @@ def test_contestants_agree(model, part):
             np.testing.assert_allclose(got[0], x + h @ w["down"], rtol=1e-3, atol=1e-3)
 
 
-def test_a_row(monkeypatch):
+def test_a_row(monkeypatch, own_heap):
+    own_heap()
     monkeypatch.setattr(blocks._trial, "iterations_for", lambda *_: 2)
     row = blocks.measure(GATED, "mlp", make_mesh((RANKS,)), TOKENS, rounds=2)
     cells = blocks.cells(row)

@@ -1,4 +1,4 @@
-"""Names of calls that all processes of a program share (jflux/_call_names.py)."""
+"""Names of calls that all processes of a program share (jflux/_call/call_names.py)."""
 
 import re
 
@@ -10,11 +10,11 @@ from harness import PLATFORM, make_mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _call_names
+from jflux._call import call_names
 
 pytestmark = pytest.mark.skipif(PLATFORM != "cpu", reason="GPUs' calls need no names")
 
-PLACES = (1 << _call_names.CALL_BITS) - 1
+PLACES = (1 << call_names.CALL_BITS) - 1
 
 
 def _program(made_once, n=8):
@@ -60,7 +60,7 @@ def test_each_call_has_a_name_of_its_own():
         lowered = f.lower(*operands)
         lowered_once.append(len(_sites(lowered)))
         assert len(set(_sites(lowered))) < 6
-        _call_names.name_calls(lowered.compiler_ir())
+        call_names.name_calls(lowered.compiler_ir())
         named.append(sorted(_sites(lowered)))
         assert [site & PLACES for site in named[-1]] == list(range(6))
         assert len({site & ~PLACES for site in named[-1]}) == 1
@@ -73,6 +73,6 @@ def test_another_program_has_other_names():
     for n in (8, 12):
         f, operands = _program(True, n)
         lowered = f.lower(*operands)
-        _call_names.name_calls(lowered.compiler_ir())
+        call_names.name_calls(lowered.compiler_ir())
         sites.append(set(_sites(lowered)))
     assert not sites[0] & sites[1]

@@ -143,7 +143,7 @@ def test_together_with_policies_of_jax():
     "op, shapes, options",
     [
         ("all_to_all_matmul", ((RANKS, 4), (4 * RANKS, 4)), {"split_axis": 0, "concat_axis": 1}),
-        ("matmul_all_to_all", ((4, 4), (4, RANKS)), {"split_axis": 1, "concat_axis": 0}),
+        ("matmul_all_to_all", ((4, 4), (4, 8 * RANKS)), {"split_axis": 1, "concat_axis": 0}),
         ("matmul_all_reduce", ((128 * RANKS, 8), (8, 8)), {}),
     ],
 )

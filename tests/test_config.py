@@ -20,9 +20,10 @@ from harness import (
 )
 
 import jflux
-from jflux import _config, _explain
-from jflux._dispatch import Machine, Path
-from jflux._ops import _product_plan
+from jflux import _config
+from jflux._call import explain
+from jflux._call.plans import Machine, Path
+from jflux._ops.products import _product_plan
 
 GPU = Machine("cuda", sm_count=132, link_gbps=320)
 
@@ -103,7 +104,7 @@ def test_few_rows_are_decomposed_on_gpus(op):
     call, mesh = of_way(op, k=256, n=256, dtype=jnp.bfloat16), make_mesh((2,))
     f = jax.jit(per_device(mesh, call.bind("tp")))
     with jflux.config(always=False):
-        (first, *_) = _explain.explain(f, *operands(call, mesh, "tp"))
+        (first, *_) = explain.explain(f, *operands(call, mesh, "tp"))
     decomposed = PLATFORM == "gpu" or call.collective.kind == "all_reduce"  # of small sums
     assert first.op == op and (first.plan.path == Path.DECOMPOSED) == decomposed
 

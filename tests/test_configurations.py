@@ -4,12 +4,13 @@ import jax.numpy as jnp
 import pytest
 from harness import OPS, RANKS, Call, check_values, make_mesh
 
-from jflux import _tuning, testing
+from jflux import testing
+from jflux._call import tuning_tables
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("choice", _tuning.compiled(), ids=str)
+@pytest.mark.parametrize("choice", tuning_tables.compiled(), ids=str)
 @pytest.mark.parametrize(
     "dtype, out, transpose_rhs", [(jnp.bfloat16, None, False), (jnp.float16, jnp.float32, True)]
 )
@@ -20,13 +21,13 @@ def test_every_configuration(op, choice, dtype, out, transpose_rhs, rows):
     mesh = make_mesh((RANKS,))
     for group, n in ((0, 2056), (0, 18 * 256), (1, 2056), (3, 18 * 256)):
         call = Call(op, lead=(rows,), k=136, n=n, dtype=dtype, out=out, transpose_rhs=transpose_rhs)
-        with _tuning.force(_tuning.Choice(choice.tile_n, choice.cluster_m, group)):
+        with tuning_tables.force(tuning_tables.Choice(choice.tile_n, choice.cluster_m, group)):
             check_values(call, mesh, "tp", seed=group)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("choice", _tuning.compiled(), ids=str)
+@pytest.mark.parametrize("choice", tuning_tables.compiled(), ids=str)
 def test_several_waves(op, choice):
     """More tiles than are computed at a time, and a k of more blocks than there are stages: store
     warps need tickets to send (TicketSemaphore), and not all CTAs send rows. Late ranks."""
@@ -34,7 +35,7 @@ def test_several_waves(op, choice):
     for seed, (rows, out) in enumerate([(512, None), (450, jnp.float32)]):
         call = Call(op, lead=(rows,), k=392, n=4360, dtype=jnp.bfloat16, out=out)
         with (
-            _tuning.force(_tuning.Choice(choice.tile_n, choice.cluster_m, 2)),
+            tuning_tables.force(tuning_tables.Choice(choice.tile_n, choice.cluster_m, 2)),
             testing.planted_faults(max_delay_us=2000 * seed),
         ):
             check_values(call, mesh, "tp", seed=seed)
@@ -55,5 +56,5 @@ def test_clusters_that_share_k(op, splits, rows):
             call = Call(
                 op, lead=(rows,), k=k, n=n, dtype=dtype, out=out, transpose_rhs=transpose_rhs
             )
-            with _tuning.force(_tuning.Choice(128, 1, 1, splits)):
+            with tuning_tables.force(tuning_tables.Choice(128, 1, 1, splits)):
                 check_values(call, mesh, "tp", seed=rows)

@@ -32,8 +32,8 @@ from harness import (
 from workers.common import environment, run_alone
 
 import jflux
-from jflux import _custom, _native, testing
-from jflux._symm import nvrtc
+from jflux import _native, testing
+from jflux._own_kernels import custom_call, nvrtc
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "custom_kernel"
@@ -404,15 +404,15 @@ def test_a_source_is_compiled_against_the_headers():
         nvrtc._library()
     except ImportError as error:
         pytest.skip(str(error))
-    call = _custom.Source(SOURCE, "scaled.cu", 2, 64, 16)
-    compiled = _custom.compile_source(call, "scaled")
+    call = custom_call.Source(SOURCE, "scaled.cu", 2, 64, 16)
+    compiled = custom_call.compile_source(call, "scaled")
     assert compiled.image[:4] == b"\x7fELF" and b"scaled" in compiled.image
     assert (compiled.function, compiled.threads, compiled.shared_bytes) == ("scaled", 64, 16)
-    other = _custom.compile_source(dataclasses.replace(call, threads=32), "scaled")
+    other = custom_call.compile_source(dataclasses.replace(call, threads=32), "scaled")
     assert other.image == compiled.image and other.key != compiled.key
     with pytest.raises(ValueError, match=r"scaled.cu does not compile:\n.*nobody"):
         wrong = SOURCE.replace("barrier_all_block", "nobody")
-        _custom.compile_source(dataclasses.replace(call, text=wrong), "scaled")
+        custom_call.compile_source(dataclasses.replace(call, text=wrong), "scaled")
 
 
 def test_the_source_of_the_example_compiles():
@@ -424,8 +424,8 @@ def test_the_source_of_the_example_compiles():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         import cuda_source
-    call = _custom.Source(cuda_source.SOURCE, "cuda_source", cuda_source.BLOCKS, 256, 0)
-    assert b"scaled_shift" in _custom.compile_source(call, "scaled_shift").image
+    call = custom_call.Source(cuda_source.SOURCE, "cuda_source", cuda_source.BLOCKS, 256, 0)
+    assert b"scaled_shift" in custom_call.compile_source(call, "scaled_shift").image
 
 
 def test_a_source_is_text_or_a_path(tmp_path):
@@ -441,5 +441,5 @@ def test_a_source_is_text_or_a_path(tmp_path):
 
 
 def test_bits_of_parameters():
-    assert [_custom._bits(v) for v in (True, -3, 0.0, 1.0)] == [1, -3, 0, 0x3FF0000000000000]
-    assert _custom._bits(-0.0) == -(1 << 63)
+    assert [custom_call._bits(v) for v in (True, -3, 0.0, 1.0)] == [1, -3, 0, 0x3FF0000000000000]
+    assert custom_call._bits(-0.0) == -(1 << 63)

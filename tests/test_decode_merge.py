@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import testing
-from jflux._attention import decode_merge
-from jflux._dispatch import Machine, Path
+from jflux._call.plans import Machine, Path
+from jflux._ops.attention import decode_merge
 
 COUNTS = [n for n in (1, 2, 3, 4, 8) if n <= RANKS]
 

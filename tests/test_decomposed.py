@@ -19,11 +19,11 @@ from harness import (
     check_gradients,
     check_values,
     compiled_text,
+    drawn_meshes,
     examples,
     fused_calls,
     kernel_rows,
     make_mesh,
-    meshes,
     normal,
     of_way,
     operands,
@@ -34,8 +34,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jflux
-from jflux import _tuning
-from jflux._ops import exchange
+from jflux._call import tuning_tables
+from jflux._ops.collectives import exchange
 
 # One that the kernels take on this platform, and how far results may differ.
 DTYPE, TOLERANCE = (np.float32, 2e-5) if PLATFORM == "cpu" else (jnp.bfloat16, 5e-2)
@@ -44,13 +44,13 @@ OPS = {op: of_way(op).collective.kind for op in PRODUCTS}
 
 @contextlib.contextmanager
 def decomposed():
-    with jflux.config(always=False), _tuning.force(_tuning.DECOMPOSED):
+    with jflux.config(always=False), tuning_tables.force(tuning_tables.DECOMPOSED):
         yield
 
 
 @pytest.mark.parametrize("op", OPS)
 @examples(30)
-@given(place=meshes(), data=st.data(), check_vma=st.booleans())
+@given(place=drawn_meshes(), data=st.data(), check_vma=st.booleans())
 def test_values(op, place, data, check_vma):
     with decomposed():
         check_values(data.draw(calls(op)), *place, check_vma=check_vma)
@@ -58,7 +58,7 @@ def test_values(op, place, data, check_vma):
 
 @pytest.mark.parametrize("op", OPS)
 @examples(10)
-@given(place=meshes(), data=st.data(), check_vma=st.booleans())
+@given(place=drawn_meshes(), data=st.data(), check_vma=st.booleans())
 def test_gradients(op, place, data, check_vma):
     with decomposed():
         check_gradients(

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from layers import VMA, assert_near, in_float64
 
 import jflux
-from jflux._ops import matmul_all_reduce
+from jflux._ops.products import matmul_all_reduce
 from jflux._stress.calls import x64_if
 
 WORLD = min(RANKS, 4)

@@ -15,8 +15,9 @@ from harness import PLATFORM, RANKS
 from workers.common import environment
 
 import jflux
-from jflux import _bug_report, _native
+from jflux import _native
 from jflux._ops._spec import all_ops
+from jflux._tools import bug_reports
 
 
 def _doctor(devices: int, *args: str, **variables: str) -> str:
@@ -75,9 +76,10 @@ bye
 def test_report_for_a_bug(tmp_path):
     log = tmp_path / "run.log"
     log.write_text(LOG)
+    # None of the variables may change what GPUs' libraries do, or say.
     output = _doctor(
-        2, "--log", str(log), JFLUX_TUNING_DIR="/home/someone/tables", NCCL_DEBUG="INFO",
-        JAX_COORDINATOR_ADDRESS="", NCCL_SOCKET_IFNAME="secret0",
+        2, "--log", str(log), JFLUX_TUNING_DIR="/home/someone/tables", NCCL_DEBUG="NONE",
+        JAX_COORDINATOR_ADDRESS="", NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME="secret0",
     )  # fmt: skip
     lines = output.splitlines()
     assert lines[0] == "```text" and lines[-1] == "```"
@@ -87,7 +89,7 @@ def test_report_for_a_bug(tmp_path):
     assert re.search(r"^  packages: .*numpy \d", output, re.M)
     assert re.search(r"^  driver: (none|\d+\.\d+).*; GPUs of this process: ", output, re.M)
     assert "\n  switches: strict False, always False, fused True\n" in output
-    assert "\n  variable: NCCL_DEBUG=INFO\n" in output
+    assert "\n  variable: NCCL_DEBUG=NONE\n" in output
     assert "\n  variable: JFLUX_TUNING_DIR=<path>/tables\n" in output
     assert lines[-4:-1] == [
         "last fault:",
@@ -100,7 +102,7 @@ def test_report_for_a_bug(tmp_path):
 
 
 def test_scrub():
-    scrub = _bug_report.scrub
+    scrub = bug_reports.scrub
     assert scrub("--xla_dump_to=/data/me/dumps x") == "--xla_dump_to=<path>/dumps x"
     assert scrub("/usr/lib/a.so: bad, ~/b/c.txt too") == "<path>/a.so: bad, <path>/c.txt too"
     assert scrub("push/pull GB/s, jax 0.12.0.1, w [n/N, k]") == (
@@ -112,8 +114,8 @@ def test_scrub():
 
 def test_last_fault_is_the_end_of_the_log():
     log = "\n".join(f"jflux.all_gather: fault {i}" for i in (1, 2, 3, 3, 1))
-    assert [line[-1] for line in _bug_report.last_fault(log, most=2)] == ["3", "1"]
-    assert _bug_report.last_fault("nothing of the library's name: jfluxes") == []
+    assert [line[-1] for line in bug_reports.last_fault(log, most=2)] == ["3", "1"]
+    assert bug_reports.last_fault("nothing of the library's name: jfluxes") == []
 
 
 def test_a_log_that_is_not_there():
@@ -126,10 +128,10 @@ def test_a_log_that_is_not_there():
 
 def test_driver(tmp_path, monkeypatch):
     path = tmp_path / "version"
-    monkeypatch.setattr(_bug_report, "_DRIVER", path)
-    assert _bug_report.driver() is None
+    monkeypatch.setattr(bug_reports, "_DRIVER", path)
+    assert bug_reports.driver() is None
     path.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release")
-    assert _bug_report.driver() == "580.159.04"
+    assert bug_reports.driver() == "580.159.04"
 
 
 PACKAGE = Path(jflux.__file__).parent

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _ops as ops
-from jflux import _tuning
+from jflux._call import tuning_tables
 
 BF16 = jnp.bfloat16
 _ERF = np.vectorize(math.erf, otypes=[np.float64])
@@ -240,7 +240,7 @@ def test_gated_in_several_tiles(rows, k, n, transposed, choice):
     """Whatever was chosen: more than a ring of stages, ragged rows and columns."""
     x, ws, biases = _operands(rows, k, [n, n], (True, False), BF16, transposed)
     op = _gather(activation="silu", gated=True, transpose_rhs=transposed)
-    with _tuning.force(_tuning.Choice(*choice)):
+    with tuning_tables.force(tuning_tables.Choice(*choice)):
         _check_gradients(op, x, ws, biases, "silu", True, transposed)
 
 
@@ -249,7 +249,7 @@ def test_gated_in_several_tiles(rows, k, n, transposed, choice):
 def test_activated_in_several_tiles(rows, choice):
     """Two weights, of which one has a bias; saved sums are staged beside the results."""
     x, ws, biases = _operands(rows, 584, [264, 264], (True, False), BF16)
-    with _tuning.force(_tuning.Choice(*choice)):
+    with tuning_tables.force(tuning_tables.Choice(*choice)):
         _check_gradients(_gather(activation="gelu"), x, ws, biases, "gelu", False)
 
 
@@ -258,7 +258,7 @@ def test_activated_in_several_tiles(rows, choice):
 def test_where_k_is_split(splits, weights):
     biased = (True, False, True)[:weights]
     x, ws, biases = _operands(9, 1032, [264] * weights, biased, BF16)
-    with _tuning.force(_tuning.Choice(128, 1, 1, splits)):
+    with tuning_tables.force(tuning_tables.Choice(128, 1, 1, splits)):
         _check_gradients(_gather(activation="gelu"), x, ws, biases, "gelu", False)
 
 
@@ -292,7 +292,7 @@ def test_special_values(activation):
     x, w = np.zeros((RANKS, 3, 8), BF16), np.zeros((RANKS, 8, 8), BF16)
     op = _gather(activation=activation)
     y = run(jax.jit(per_device(mesh, lambda x, w, b: op(x, w, bias=b))), x, w, bias)
-    f = jflux._epilogue.ACTIVATIONS.get(activation, lambda x: x)
+    f = jflux._ops._epilogue.ACTIVATIONS.get(activation, lambda x: x)
     want = np.broadcast_to(np.asarray(f(jnp.array(special, jnp.float32)).astype(BF16)), y.shape)
     # 1 + tanh loses what is left of gelu_tanh(-5).
     np.testing.assert_allclose(y.astype(np.float32), want.astype(np.float32), rtol=0.02, atol=1e-6)
@@ -544,7 +544,7 @@ def test_added_in_several_tiles(lead, rows, k, n, terms, out, residual_dtype, ch
     bias = normal(2, (n,), np.float32)
     residual = normal(3, (RANKS, *lead, rows, n), residual_dtype)
     op = _scatter(bias=bias, preferred_element_type=out)
-    with _tuning.force(_tuning.Choice(*choice)):
+    with tuning_tables.force(tuning_tables.Choice(*choice)):
         y = run(
             jax.jit(per_device(mesh, lambda xs, ws, r: op(xs, ws, residual=r))), xs, ws, residual
         )
@@ -643,6 +643,6 @@ def test_what_cannot_be_added(options, message):
 
 
 def test_names():
-    assert set(ACTIVATIONS) - {None} == set(jflux._epilogue.ACTIVATIONS)
+    assert set(ACTIVATIONS) - {None} == set(jflux._ops._epilogue.ACTIVATIONS)
     assert ops.all_gather_matmul.PREACTIVATION == "jflux_preactivation"
     assert ops.all_gather_matmul.ACTIVATED == "jflux_activated"

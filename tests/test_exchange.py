@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _config, _heap, testing
-from jflux._ops import exchange
+from jflux._ops.collectives import exchange
 
 OPS = ("all_gather", "all_to_all", "reduce_scatter")
 FLOATS = (jnp.bfloat16, np.float16, np.float32, np.float64)

@@ -23,11 +23,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _config, _explain, _tuning
-from jflux._dispatch import Machine, Path
-from jflux._lowering import plan_call
-from jflux._ops import _product, all_gather_matmul
+from jflux import _config
+from jflux._call import explain, tuning_tables
+from jflux._call.plans import Machine, Path
+from jflux._call.primitives import plan_call
 from jflux._ops._spec import collectives
+from jflux._ops.products import _product, all_gather_matmul
 
 CALL = Call("all_gather_matmul", lead=(6,), k=16, n=24, dtype=jnp.bfloat16)
 
@@ -65,7 +66,7 @@ def test_report_and_data_of_a_fused_call(op, small_sums):
 def test_collectives_have_kernels_up_to_a_size(spec):
     mesh = make_mesh((RANKS,))
     f = per_device(mesh, functools.partial(spec.on, axis_name="tp", **spec.ways[0]))
-    (one,) = _explain.explain(f, np.zeros((RANKS, RANKS, 16), np.float32))
+    (one,) = explain.explain(f, np.zeros((RANKS, RANKS, 16), np.float32))
     assert (one.op, one.plan.path) == (spec.name, Path.FUSED)
     assert one.plan.reason
     if spec.most_bytes is None:
@@ -73,7 +74,7 @@ def test_collectives_have_kernels_up_to_a_size(spec):
     with jflux.config(always=False):
         most = spec.most_bytes(RANKS)
         shape = (RANKS, RANKS, most // 4)  # of each rank's x
-        (large,) = _explain.explain(f, jax.ShapeDtypeStruct(shape, np.float32))
+        (large,) = explain.explain(f, jax.ShapeDtypeStruct(shape, np.float32))
     assert large.plan.path == Path.REFERENCE and "faster" in large.plan.reason
 
 
@@ -81,8 +82,8 @@ def test_collectives_have_kernels_up_to_a_size(spec):
 def test_a_decomposed_call_and_its_collective(op):
     """Both are listed: the op with the reason, and what it became."""
     f, args = _program(of_way(op, lead=(6,), k=16, n=24, dtype=jnp.bfloat16))
-    with jflux.config(always=False), _tuning.force(_tuning.DECOMPOSED):
-        first, second = _explain.explain(f, *args)
+    with jflux.config(always=False), tuning_tables.force(tuning_tables.DECOMPOSED):
+        first, second = explain.explain(f, *args)
     assert (first.op, first.plan.path) == (op, Path.DECOMPOSED)
     assert (second.op, second.plan.path) == (of_way(op).collective.kind, Path.FUSED)
     assert "  path    decomposed" in str(first) and "heap" not in str(first)
@@ -91,13 +92,13 @@ def test_a_decomposed_call_and_its_collective(op):
 def test_the_reference_and_why():
     f, args = _program(Call("all_gather_matmul", dtype=np.dtype("int32")))
     with jflux.config(strict=False):
-        (one,) = _explain.explain(f, *args)
+        (one,) = explain.explain(f, *args)
     assert one.plan.path == Path.REFERENCE and one.plan.unsupported and "int32" in one.plan.reason
     with jflux.config(fused=False):
-        (one,) = _explain.explain(f, *args)
+        (one,) = explain.explain(f, *args)
     assert (one.plan.path, one.plan.reason) == (Path.REFERENCE, "jflux.config(fused=False)")
     with pytest.raises(NotImplementedError, match="int32.*strict is on"):
-        _explain.explain(f, *args)
+        explain.explain(f, *args)
 
 
 def test_a_padded_call_says_so():
@@ -120,7 +121,7 @@ def test_a_padded_call_says_so():
     assert y.shape == (2048, 512) and padded[0].shape == (1024, 1024)
     plan = all_gather_matmul._plan(padded, changed, machine)
     assert plan.path == Path.FUSED and _product.PADDED in plan.reason
-    call = _explain.Explained("all_gather_matmul", (), (), plan)
+    call = explain.Explained("all_gather_matmul", (), (), plan)
     assert "  reason  k and n are padded, to rows of whole 64 bytes; " in str(call)
     assert "  config  tiles 128 x " in str(call)
 
@@ -132,9 +133,9 @@ def test_what_is_lowered_once_is_listed_once():
         first = op(x, w)
         return jax.lax.fori_loop(0, 5, lambda i, y: y + op(x * i.astype(x.dtype), w), first)
 
-    found = _explain.explain(per_device(mesh, body), *operands(CALL, mesh, "tp"))
+    found = explain.explain(per_device(mesh, body), *operands(CALL, mesh, "tp"))
     assert {call.op for call in found} == {CALL.op} and len(found) <= 2
-    assert str(_explain.explain(lambda x: x + 1, 1.0)) == "no call of a jflux op"
+    assert str(explain.explain(lambda x: x + 1, 1.0)) == "no call of a jflux op"
 
 
 def test_gradients_are_explained_too():
@@ -143,7 +144,7 @@ def test_gradients_are_explained_too():
     def loss(x, w):
         return jnp.sum(f(x, w).astype(jnp.float32) ** 2)
 
-    found = _explain.explain(jax.grad(loss, (0, 1)), x, w)
+    found = explain.explain(jax.grad(loss, (0, 1)), x, w)
     assert sorted(call.op for call in found) == sorted([CALL.op, *CALL.spec.gradient])
 
 
@@ -151,7 +152,7 @@ def test_shapes_alone_will_do():
     f, args = _program()
     sharding = NamedSharding(make_mesh((RANKS,)), P("tp"))
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in args]
-    assert _explain.explain(jax.jit(f), *shapes) == _explain.explain(f, *args)
+    assert explain.explain(jax.jit(f), *shapes) == explain.explain(f, *args)
 
 
 def test_nothing_runs_and_nothing_is_kept():
@@ -164,14 +165,14 @@ def test_nothing_runs_and_nothing_is_kept():
         return f(x, w)
 
     jitted = jax.jit(tells)
-    _explain.explain(jitted, *args)
+    explain.explain(jitted, *args)
     jax.effects_barrier()
     assert ran == []
     jax.block_until_ready(jitted(*args))
     jax.effects_barrier()
     assert ran == [1]
     size = jitted._cache_size()
-    first, second = _explain.explain(jitted, *args), _explain.explain(jitted, *args)
+    first, second = explain.explain(jitted, *args), explain.explain(jitted, *args)
     assert first == second and len(first) == 1  # also where it had been lowered before
     assert jitted._cache_size() == size
     assert fused_calls(compiled_text(jitted, *args)) == [CALL.op]
@@ -215,7 +216,7 @@ def test_threads_with_different_switches_get_different_programs():
                     text = jitted.lower(*args).compile().as_text()
                     seen.setdefault(fused, []).append(fused_calls(text))
                     assert (jflux.config.fused, jflux.config.strict) == (fused, fused)
-                    (call,) = _explain.explain(jitted, *args)
+                    (call,) = explain.explain(jitted, *args)
                     assert (call.plan.path == Path.FUSED) == fused
         except BaseException as error:
             errors.append(error)
@@ -238,8 +239,8 @@ def test_a_forced_choice_of_another_thread_is_not_seen():
     inside, go_on, seen = threading.Event(), threading.Event(), []
 
     def work():
-        with jflux.config(always=False), _tuning.force(_tuning.DECOMPOSED):
-            seen.append(_explain.explain(f, *args)[0].plan.path)
+        with jflux.config(always=False), tuning_tables.force(tuning_tables.DECOMPOSED):
+            seen.append(explain.explain(f, *args)[0].plan.path)
             inside.set()
             assert go_on.wait(60)
 
@@ -248,7 +249,7 @@ def test_a_forced_choice_of_another_thread_is_not_seen():
     try:
         assert inside.wait(60)
         assert _config.config.current().configuration is None
-        assert _explain.explain(f, *args)[0].plan.path == Path.FUSED
+        assert explain.explain(f, *args)[0].plan.path == Path.FUSED
     finally:
         go_on.set()
         thread.join()

@@ -25,7 +25,8 @@ from harness import (
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _ffi, _native
+from jflux import _native
+from jflux._call import ffi_targets
 from jflux._ops._spec import all_ops
 
 pytestmark = pytest.mark.usefixtures("small_sums")
@@ -233,7 +234,7 @@ def _call_target(x, w, groups, result, **wrong):
 
     An attribute that is `wrong` may be None: then it is left out.
     """
-    _ffi.register_targets("cpu")
+    ffi_targets.register_targets("cpu")
     number = _native.dtype_number(x.dtype)
     sizes = {"world": len(groups), "outer": 1, "inner": x.shape[0], "k": x.shape[1], "n": 5}
     types = {"dtype": number, "out_dtype": number, "transpose_rhs": 0}
@@ -326,4 +327,4 @@ def test_the_flag_that_lets_kernels_overlap_is_seen(flags, found, in_a_file, tmp
     if in_a_file:
         (tmp_path / "flags").write_text(flags)
         flags = str(tmp_path / "flags")
-    assert (_ffi.concurrent_flag(flags) is not None) == bool(found)
+    assert (ffi_targets.concurrent_flag(flags) is not None) == bool(found)

@@ -1,5 +1,5 @@
-"""What surrounds the kernels of attention (jflux/_attention/flash_attention.py): which blocks they
-skip, what their handlers are given, and what takes their place.
+"""What surrounds the kernels of attention (jflux/_ops/attention/flash_attention.py): which blocks
+they skip, what their handlers are given, and what takes their place.
 tests/cc/simt/flash_attention_test.cc runs the kernels themselves."""
 
 import math
@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _config, _native
-from jflux._attention import blocks, flash_attention
-from jflux._attention.blocks import Part, Scores
-from jflux._attention.layouts import own_positions
+from jflux._ops.attention import _blockwise, flash_attention
+from jflux._ops.attention._blockwise import Positions, Scores
+from jflux._ops.attention.sequence_layouts import own_positions
 
 WINDOWS = st.none() | st.tuples(st.integers(0, 40), st.integers(0, 40))
 
@@ -58,7 +58,7 @@ def parts(draw):
         return np.sort(ids, 1) if sort else ids
 
     some, sort = draw(st.booleans()), draw(st.booleans())
-    return [Part(positions(n), segments(n) if some else None) for n in lengths]
+    return [Positions(positions(n), segments(n) if some else None) for n in lengths]
 
 
 @examples(60)
@@ -79,7 +79,7 @@ def test_blocks_are_skipped_if_no_pair_has_a_score(both, causal, window, sizes):
 
 
 def test_a_causal_sequence_skips_half_of_its_blocks():
-    part = Part(jnp.arange(64), None)
+    part = Positions(jnp.arange(64), None)
     kinds = np.asarray(flash_attention.block_kinds(part, part, Scores(1.0, causal=True), (16, 16)))
     assert kinds.tolist() == [[[1, 0, 0, 0], [2, 1, 0, 0], [2, 2, 1, 0], [2, 2, 2, 1]]]
 
@@ -105,7 +105,7 @@ def test_ctas_have_as_much_to_do(rank, kind, window, width):
     queries, others = (own_positions(jnp.int32(r), length, 2, "zigzag") for r in (rank, 1 - rank))
     keys = jnp.concatenate([queries, others])
     scores = Scores(1.0, causal=True, window=window)
-    parts = Part(queries, None), Part(keys, None)
+    parts = Positions(queries, None), Positions(keys, None)
     kinds = flash_attention.block_kinds(*parts, scores, flash_attention.block_sizes(kind, width))
     heads = 8 if kind == "dkv" else 32
     kinds, order = flash_attention.by_cost(kinds.swapaxes(1, 2) if kind == "dkv" else kinds)
@@ -127,7 +127,7 @@ def test_ctas_have_as_much_to_do(rank, kind, window, width):
 )
 def test_the_span_of_differences_is_the_mask(scores):
     low, high = flash_attention.differences(scores)
-    part = Part(np.arange(20), None)
+    part = Positions(np.arange(20), None)
     difference = np.arange(20) - np.arange(20)[:, None]
     np.testing.assert_array_equal(
         (low <= difference) & (difference <= high), pairs(part, part, scores)[0]
@@ -288,12 +288,12 @@ def test_vmap_is_one_call_of_more_sequences(by_batch):
     scores = Scores(0.5, causal=True)
 
     def attend(q, k, v, at, ids):
-        part = Part(at, ids[:, :6])
-        o, lse = flash_attention.forward(q, part, k, v, Part(keys, ids), scores, q.dtype)
+        part = Positions(at, ids[:, :6])
+        o, lse = flash_attention.forward(q, part, k, v, Positions(keys, ids), scores, q.dtype)
         return (
             o,
             lse,
-            *flash_attention.backward(q, part, k, v, Part(keys, ids), scores, lse, o, lse),
+            *flash_attention.backward(q, part, k, v, Positions(keys, ids), scores, lse, o, lse),
         )
 
     batched = jax.vmap(attend, (0, 0, 0, 0 if by_batch else None, 0))
@@ -326,13 +326,13 @@ def test_the_precision_is_that_of_the_trace():
 def test_derivatives_are_those_of_the_blocks():
     rng = np.random.default_rng(2)
     q, k, v, dq, dk, dv = (rng.standard_normal((1, 5, 2, 4)).astype(np.float32) for _ in range(6))
-    part, scores = Part(jnp.arange(5, dtype=jnp.int32), None), Scores(0.5, causal=True)
+    part, scores = Positions(jnp.arange(5, dtype=jnp.int32), None), Scores(0.5, causal=True)
 
     def by_kernel(*a):
         return flash_attention.forward(a[0], part, a[1], a[2], part, scores, a[0].dtype)
 
     def by_blocks(*a):
-        return blocks.forward(a[0], part, a[1], a[2], part, scores)
+        return _blockwise.forward(a[0], part, a[1], a[2], part, scores)
 
     got, want = (jax.jvp(f, (q, k, v), (dq, dk, dv)) for f in (by_kernel, by_blocks))
     jax.tree.map(np.testing.assert_array_equal, got, want)

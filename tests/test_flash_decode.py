@@ -15,7 +15,7 @@ from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux._attention.flash_decode_part import _parts
+from jflux._ops.attention._flash_decode_primitive import _parts
 
 pytestmark = pytest.mark.wide
 COUNTS = [n for n in (1, 2, 3, 4) if n <= RANKS]

@@ -12,7 +12,7 @@ from harness import RANKS, make_mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux._attention import flash_decode_part
+from jflux._ops.attention import _flash_decode_primitive
 
 EPS = {jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-10}
 
@@ -182,8 +182,8 @@ def test_gradients_are_of_the_plain_form():
 
 def test_parts_of_a_sequence():
     """As many warps as run at once, of no less than 64 positions."""
-    assert flash_decode_part.splits_of((8, 64, 128), 8, 32768) == 792 // 64
-    assert flash_decode_part.splits_of((1, 64, 128), 8, 131072) == 99
-    assert flash_decode_part.splits_of((1, 64, 128), 8, 130) == 3
-    assert flash_decode_part.splits_of((100, 64, 128), 8, 32768) == 1
-    assert flash_decode_part.splits_of((1, 32, 256), 1, 1 << 17) == 528 // 2
+    assert _flash_decode_primitive.splits_of((8, 64, 128), 8, 32768) == 792 // 64
+    assert _flash_decode_primitive.splits_of((1, 64, 128), 8, 131072) == 99
+    assert _flash_decode_primitive.splits_of((1, 64, 128), 8, 130) == 3
+    assert _flash_decode_primitive.splits_of((100, 64, 128), 8, 32768) == 1
+    assert _flash_decode_primitive.splits_of((1, 32, 256), 1, 1 << 17) == 528 // 2

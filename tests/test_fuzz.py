@@ -14,7 +14,8 @@ from harness import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jflux import _config, _tuning, timeline
+from jflux import _config, timeline
+from jflux._call import tuning_tables
 from jflux.plan import Machine
 from jflux.plan.__main__ import main as plan
 
@@ -102,7 +103,7 @@ def no_memory():
 
 
 def _of_this_build(text: bytes) -> bytes:
-    writer = _tuning._writer()
+    writer = tuning_tables._writer()
     return text.replace(b'"VERSION"', str(writer["kernels"]).encode()).replace(
         b"TILES", writer["tiles"].encode()
     )
@@ -126,11 +127,11 @@ def test_tuning_tables(text):
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("jflux").addHandler(handler)
     try:
-        found = _tuning.load(path)
+        found = tuning_tables.load(path)
     finally:
         logging.getLogger("jflux").removeHandler(handler)
     for key, entry in found.items():
-        assert _tuning._why_not(key, entry) is None
+        assert tuning_tables._why_not(key, entry) is None
     for line in lines:
         assert f"tuning table {path}, line " in line and len(line) < 2000
         line.encode()  # a log file can have it

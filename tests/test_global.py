@@ -1,4 +1,4 @@
-"""jflux._global: calls of every product on global arrays."""
+"""jflux._ranks.global_arrays: calls of every product on global arrays."""
 
 import functools
 import itertools
@@ -23,8 +23,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _config, _global
+from jflux import _config
 from jflux._ops._spec import all_ops
+from jflux._ranks import global_arrays
 
 OPS = PRODUCTS
 EACH_WAY = pytest.mark.parametrize(
@@ -45,21 +46,21 @@ EACH_WAY = pytest.mark.parametrize(
     ],
 )
 def test_with_axis(spec, ndim, dimension, names, want):
-    got = _global._with_axis(spec, ndim, dimension, names)
+    got = global_arrays._with_axis(spec, ndim, dimension, names)
     normal_form = [as_tuple(e) if e is not None else None for e in got]
     assert normal_form == [as_tuple(e) if e is not None else None for e in want]
 
 
 def test_mesh_for():
     given_mesh, context = make_mesh((2,)), make_mesh((RANKS,))
-    assert _global._mesh_for(given_mesh) is given_mesh
+    assert global_arrays._mesh_for(given_mesh) is given_mesh
     with jax.set_mesh(context):
-        assert _global._mesh_for(given_mesh) is given_mesh
-        assert _global._mesh_for(None).axis_sizes == (RANKS,)
+        assert global_arrays._mesh_for(given_mesh) is given_mesh
+        assert global_arrays._mesh_for(None).axis_sizes == (RANKS,)
     x = jax.device_put(np.zeros((RANKS, 2)), jax.NamedSharding(context, P("tp")))
-    assert _global._mesh_for(None, x) == context
+    assert global_arrays._mesh_for(None, x) == context
     with pytest.raises(ValueError, match="no mesh"):
-        _global._mesh_for(None, np.zeros((2, 2)))
+        global_arrays._mesh_for(None, np.zeros((2, 2)))
 
 
 # ---- Values and shardings ------------------------------------------------------------------------
@@ -275,16 +276,17 @@ def test_what_follows_a_sum(module):
         np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
 
 
-def test_axes_along_which_work_is_repeated_are_named(caplog, monkeypatch):
+@pytest.mark.parametrize("ranks", sorted({2, RANKS}))
+def test_axes_along_which_work_is_repeated_are_named(ranks, caplog, monkeypatch):
     """A batch that the call does not know to be split: both devices compute it whole."""
     monkeypatch.setattr(_config, "_said", set())
-    mesh = make_mesh((2, RANKS // 2), ("dp", "tp"))
-    x, w = jnp.zeros((2, RANKS, 4), jnp.bfloat16), jnp.zeros((4, RANKS), jnp.bfloat16)
+    mesh = make_mesh((2, ranks // 2), ("dp", "tp"))
+    x, w = jnp.zeros((2, ranks, 4), jnp.bfloat16), jnp.zeros((4, ranks), jnp.bfloat16)
     gathered = functools.partial(jflux.all_gather_matmul, axis_name="tp", mesh=mesh)
     with caplog.at_level("INFO", "jflux"):
         gathered(x, w, x_spec=P("dp"))
         gathered(x[:1], w)  # what 2 devices cannot share
-        gathered(x, jnp.zeros((8, RANKS), jnp.bfloat16)[:4], x_spec=P(None, ("dp", "tp")))
+        gathered(x, jnp.zeros((8, ranks), jnp.bfloat16)[:4], x_spec=P(None, ("dp", "tp")))
         jflux.all_gather_matmul(x, w, axis_name=("dp", "tp"), mesh=mesh)
         with jflux.config(fused=False):
             gathered(x, w)
@@ -293,9 +295,9 @@ def test_axes_along_which_work_is_repeated_are_named(caplog, monkeypatch):
         gathered(x, w)
     assert caplog.text.count("whole along mesh axes ['dp'], whose devices then repeat") == 1
     assert "x_spec=P('dp')" in caplog.text
-    for rows in (RANKS, RANKS // 2):  # of a matrix: 2 devices cannot share the latter
+    for rows in (ranks, ranks // 2):  # of a matrix: 2 devices cannot share the latter
         monkeypatch.setattr(_config, "_said", set())
         caplog.clear()
         with caplog.at_level("INFO", "jflux"):
             gathered(x[0, :rows], w)
-        assert ("repeat" in caplog.text) == (rows == RANKS)
+        assert ("repeat" in caplog.text) == (rows == ranks)

@@ -5,6 +5,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
 import types
 
 import jax
@@ -14,14 +15,17 @@ from harness import make_mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _dispatch, _gpu_code, _heap, _lowering, _native
-from jflux._dispatch import Machine
-from jflux._gpu_code import HOPPER, PORTABLE
-from jflux._ops import _local, all_reduce
+from jflux import _heap, _native
+from jflux._call import gpu_code, local_ops, plans, primitives
+from jflux._call.gpu_code import HOPPER, PORTABLE
+from jflux._call.plans import Machine
 from jflux._ops._spec import all_ops
-from jflux.moe import _routing
+from jflux._ops.collectives import all_reduce
+from jflux._ops.experts import routing
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+#: The architectures of kernels of portable code, and of an op's user.
+EVERY, USERS = ((least, 2**31 - 1) for least in (PORTABLE, 0))
 #: Ops with kernels for compute capability 8.0 and later.
 SMALL = (
     "all_gather", "all_reduce", "all_to_all", "decode_merge", "flash_decode", "moe_route",
@@ -32,39 +36,37 @@ SMALL = (
 def of_ops():
     """Of all ops of the library."""
     names = {name.removeprefix("jflux_") for name, _, _ in _native.lib.targets()}
-    return {name: _native.lib.least_arch(name) for name in names | set(all_ops()) | set(SMALL)}
+    return {name: _native.lib.gpus(name) for name in names | set(all_ops()) | set(SMALL)}
 
 
 def test_each_op_says_which_gpus_its_kernels_are_for():
-    least = of_ops()
-    assert {name for name, arch in least.items() if arch == PORTABLE} == set(SMALL)
-    hopper = {name for name, arch in least.items() if arch == HOPPER}
+    gpus = of_ops()
+    assert {name for name, of in gpus.items() if of == EVERY} == set(SMALL)
+    hopper = {name for name, of in gpus.items() if of == (HOPPER, HOPPER)}
     assert {"all_gather_matmul", "matmul_all_reduce", "grouped_matmul"} <= hopper
-    assert set(least.values()) <= {0, PORTABLE, HOPPER}
     # Whose kernels are their users'.
-    assert {name for name, arch in least.items() if arch == 0} <= {
-        "node_exchange", "module_call", "in_range",
-    }  # fmt: skip
-    assert set(_gpu_code.portable_ops()) <= set(SMALL)
+    assert {name for name, of in gpus.items() if of == USERS} == set(gpus) - hopper - set(SMALL)
+    assert set(gpus) - hopper - set(SMALL) <= {"node_exchange", "module_call", "in_range"}
+    assert set(gpu_code.portable_ops()) <= set(SMALL)
 
 
 def test_the_choice():
-    why_not = _gpu_code.why_not_least
-    for least in (0, PORTABLE, HOPPER):
+    why_not = gpu_code.why_not_of
+    for gpus in (USERS, EVERY, (HOPPER, HOPPER)):
         for unchecked in (False, True):
-            assert why_not(least, HOPPER, "an H100", unchecked) is None
-    assert why_not(HOPPER, PORTABLE, "an A100", True) == (
+            assert why_not(gpus, HOPPER, "an H100", unchecked) is None
+    assert why_not((HOPPER, HOPPER), PORTABLE, "an A100", True) == (
         "its kernels are for compute capability 9.0 (H100, H200), not for an A100"
     )
-    for least in (0, PORTABLE):
-        assert why_not(least, PORTABLE, "a B200", True) is None
-        assert "have not been checked there" in why_not(least, PORTABLE, "a B200", False)
+    for gpus in (USERS, EVERY):
+        assert why_not(gpus, PORTABLE, "a B200", True) is None
+        assert "have not been checked there" in why_not(gpus, PORTABLE, "a B200", False)
 
 
 def test_the_code_of_a_gpu_that_is_not_here():
     for capability, arch in (("9.0", HOPPER), (None, HOPPER), ("8.0", PORTABLE), ("8.9", PORTABLE),
                              ("10.0", PORTABLE), ("12.0", PORTABLE)):  # fmt: skip
-        assert _gpu_code.arch_of(capability) == arch
+        assert gpu_code.arch_of(capability) == arch
 
 
 @dataclasses.dataclass
@@ -80,7 +82,7 @@ def gpus(monkeypatch):
 
     def set_(capabilities, archs):
         found = [Gpu(c, local_hardware_id=i) for i, c in enumerate(capabilities)]
-        monkeypatch.setattr(_gpu_code, "_gpus", lambda: found)
+        monkeypatch.setattr(gpu_code, "_gpus", lambda: found)
 
         def cuda_arch(ordinal):
             if archs[ordinal] is None:
@@ -88,25 +90,25 @@ def gpus(monkeypatch):
             return archs[ordinal]
 
         lib = types.SimpleNamespace(
-            built_with_cuda=lambda: True, cuda_arch=cuda_arch, least_arch=_native.lib.least_arch
+            built_with_cuda=lambda: True, cuda_arch=cuda_arch, gpus=_native.lib.gpus
         )
         monkeypatch.setattr(_native, "lib", lib)
         monkeypatch.setattr(_heap, "lib", lib)
-        _gpu_code.arch_here.cache_clear()
+        gpu_code.arch_here.cache_clear()
         _heap._why_no_cuda.cache_clear()
 
     yield set_
-    _gpu_code.arch_here.cache_clear()
+    gpu_code.arch_here.cache_clear()
     _heap._why_no_cuda.cache_clear()
 
 
 def test_the_code_of_this_process(gpus):
     gpus([], [])
-    assert _gpu_code.arch_here() == HOPPER
+    assert gpu_code.arch_here() == HOPPER
     gpus(["9.0", "9.0"], [90, 90])
-    assert _gpu_code.arch_here() == HOPPER and _heap._why_no_cuda() is None
+    assert gpu_code.arch_here() == HOPPER and _heap._why_no_cuda() is None
     gpus(["9.0", "8.0"], [90, 80])
-    assert _gpu_code.arch_here() == PORTABLE and _heap._why_no_cuda() is None
+    assert gpu_code.arch_here() == PORTABLE and _heap._why_no_cuda() is None
     gpus(["7.5"], [80])
     assert _heap._why_no_cuda() == "a GPU (compute capability 7.5): kernels need 8.0 or later"
     gpus(["9.0"], [None])
@@ -119,27 +121,28 @@ def test_the_code_of_this_process(gpus):
 def test_local_ops(gpus, unchecked):
     x = jax.ShapeDtypeStruct((64,), jnp.int32)
     few, many = (
-        _routing.Params(num_experts=experts, capacity=-1)
-        for experts in (64, _routing._MOST_EXPERTS)
+        routing.Params(num_experts=experts, capacity=-1) for experts in (64, routing._MOST_EXPERTS)
     )
-    rules = _local.LocalRules(
-        name="moe_route", result_shapes=None, reference=None, why_not=_routing._why_not,
-        why_not_portable=_routing._why_not_portable, attributes=None, batch=None,
+    rules = local_ops.LocalRules(
+        name="moe_route", result_shapes=None, reference=None, why_not=routing._why_not,
+        why_not_portable=routing._why_not_portable, attributes=None, batch=None,
         checked_on_gpus=True,
     )  # fmt: skip
-    product = dataclasses.replace(rules, name="grouped_matmul", why_not_portable=_local._takes_all)
+    product = dataclasses.replace(
+        rules, name="grouped_matmul", why_not_portable=local_ops._takes_all
+    )
     with jflux.config(unchecked_kernels=unchecked):
         gpus(["9.0"], [90])
         for params in (few, many):
-            assert _local.plan_call(rules, [x], params, "cuda").path == "fused"
+            assert local_ops.plan_call(rules, [x], params, "cuda").path == "fused"
         gpus(["12.0"], [80])
-        plan = _local.plan_call(rules, [x], few, "cuda")
+        plan = local_ops.plan_call(rules, [x], few, "cuda")
         assert (plan.path == "fused") == unchecked
         assert unchecked or "compiled for a GPU and have not been checked" in plan.reason
-        plan = _local.plan_call(rules, [x], many, "cuda")
+        plan = local_ops.plan_call(rules, [x], many, "cuda")
         assert plan.path == "reference" and plan.unsupported
         assert not unchecked or "the kernel takes up to 720 on GPUs other" in plan.reason
-        plan = _local.plan_call(product, [x], few, "cuda")
+        plan = local_ops.plan_call(product, [x], few, "cuda")
         assert "kernels are for compute capability 9.0" in plan.reason and plan.unsupported
 
 
@@ -150,12 +153,12 @@ def calls_on(arch, monkeypatch, f, *args):
 
     def plan_call(rules, avals, avals_out, params, platform, mesh):
         if why := machine.why_no_kernel(rules.name):
-            found.append((rules.name, _dispatch.unsupported(why)))
+            found.append((rules.name, plans.unsupported(why)))
         else:
             found.append((rules.name, rules.plan(avals, params, machine)))
-        return _dispatch.reference("planned"), None
+        return plans.reference("planned"), None
 
-    monkeypatch.setattr(_lowering, "plan_call", plan_call)
+    monkeypatch.setattr(primitives, "plan_call", plan_call)
     jax.clear_caches()
     jax.jit(f).lower(*args)
     return dict(found)
@@ -172,13 +175,13 @@ def test_small_ops_take_kernels_and_products_say_why_not(monkeypatch):
     f = jax.shard_map(both, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P(), check_vma=False)
     x, w = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
     with jflux.config(unchecked_kernels=True):
-        plans = calls_on(PORTABLE, monkeypatch, f, x, w)
-    assert plans["all_reduce"].path == "fused"
-    why = plans["all_gather_matmul"]
+        planned = calls_on(PORTABLE, monkeypatch, f, x, w)
+    assert planned["all_reduce"].path == "fused"
+    why = planned["all_gather_matmul"]
     assert why.unsupported and why.path == "reference" and "not for an A100" in why.reason
     with jflux.config(unchecked_kernels=False):
-        plans = calls_on(PORTABLE, monkeypatch, f, x, w)
-    assert "unchecked_kernels=True" in plans["all_reduce"].reason
+        planned = calls_on(PORTABLE, monkeypatch, f, x, w)
+    assert "unchecked_kernels=True" in planned["all_reduce"].reason
 
 
 @pytest.mark.parametrize("arch", [PORTABLE, HOPPER])
@@ -193,9 +196,9 @@ def test_a_norm_needs_clusters(arch):
 
 
 def test_what_the_doctor_says():
-    assert _gpu_code.report(HOPPER, "an H100", ["all_reduce"], False) == []
+    assert gpu_code.report(HOPPER, "an H100", ["all_reduce"], False) == []
     for taken in (False, True):
-        first, second = _gpu_code.report(PORTABLE, "an A100", ["all_reduce", "moe_route"], taken)
+        first, second = gpu_code.report(PORTABLE, "an A100", ["all_reduce", "moe_route"], taken)
         assert "compiled for an A100, never run here" in first and "'jflux on another GPU'" in first
         assert second.endswith(": all_reduce, moe_route; other ops take lax")
         assert ("unchecked_kernels=True" in second) != taken
@@ -205,15 +208,6 @@ def test_what_the_doctor_says():
 
 # ---- What is compiled ----------------------------------------------------------------------------
 
-SOURCES = ROOT / "cc"
-
-
-@pytest.mark.parametrize("entry", sorted(SOURCES.glob("ops/*/*_ffi.cc")), ids=lambda p: p.stem)
-def test_files_are_named_after_what_their_op_declares(entry):
-    """CMakeLists.txt and tools/cuda.bzl compile *_sm90.cu for Hopper alone."""
-    for_hopper = {f.stem.endswith("_sm90") for f in entry.parent.glob("*.cu")}
-    assert for_hopper == {"kPortableArch" not in entry.read_text()}
-
 
 def symbols(library, arch):
     """Sources that functions of the library's code for `arch` come from, and all functions."""
@@ -221,7 +215,8 @@ def symbols(library, arch):
         ["cuobjdump", "--dump-elf-symbols", "-arch", arch, library],
         check=True, capture_output=True, text=True,
     ).stdout  # fmt: skip
-    functions = re.findall(r"^FUNC .* ENTRY +(\S+)$", listed, re.M)
+    # FUNC and ENTRY of CUDA 13 are STT_FUNC and STO_ENTRY of CUDA 12.
+    functions = re.findall(r"^(?:STT_)?FUNC .*ENTRY +(\S+)$", listed, re.M)
     named = (re.search(r"_GLOBAL__N__[0-9a-f]+_\d+_(\w+?)_cu_", f) for f in functions)
     return {match[1] for match in named if match}, functions
 
@@ -230,9 +225,13 @@ def symbols(library, arch):
     not _native.lib.built_with_cuda() or shutil.which("cuobjdump") is None,
     reason="needs a build with CUDA, and cuobjdump",
 )
-def test_the_library_has_the_code_that_ops_declare():
+def test_the_library_has_the_code_that_ops_declare(tmp_path):
     library = pathlib.Path(_native.lib.__file__).with_name("libjflux_core.so")
-    portable = {f.stem for f in SOURCES.glob("ops/*/*.cu") if not f.stem.endswith("_sm90")}
+    files = subprocess.run(
+        [sys.executable, ROOT / "build_backend/kernel_files.py", "portable", tmp_path],
+        check=True, capture_output=True, text=True,
+    ).stdout.strip().split(";")  # fmt: skip
+    portable = {pathlib.Path(f).stem for f in files if "/cc/ops/" in f}
     for arch in ("sm_80", "sm_90a"):
         sources, functions = symbols(library, arch)
         assert portable <= sources

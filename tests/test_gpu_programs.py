@@ -8,8 +8,9 @@ from harness import PLATFORM, make_mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _mesh, _native
-from jflux._attention import plain
+from jflux import _native
+from jflux._ops.attention import _one_device
+from jflux._ranks import meshes
 
 pytestmark = pytest.mark.skipif(PLATFORM == "gpu", reason="what is lowered there is run there")
 
@@ -60,7 +61,7 @@ def test_ulysses_keeps_no_scores_of_calls_that_cudnn_does_not_take(
     length, width, window, monkeypatch
 ):
     """On 8 ranks a head of 32768 positions has 4 GiB of them."""
-    monkeypatch.setattr(_mesh, "platform", lambda: "gpu")
+    monkeypatch.setattr(meshes, "platform", lambda: "gpu")
 
     def loss(q, k, v):
         o = jflux.ulysses_attention(q, k, v, axis_name="tp", causal=True, window=window)
@@ -81,10 +82,10 @@ def test_ulysses_keeps_no_scores_of_calls_that_cudnn_does_not_take(
 
 @pytest.mark.parametrize("lead", [(), (1,)])
 def test_attention_of_one_device_has_a_kernel_without_a_batch_too(lead, monkeypatch):
-    monkeypatch.setattr(_mesh, "platform", lambda: "gpu")
+    monkeypatch.setattr(meshes, "platform", lambda: "gpu")
     q, k = (jnp.zeros((*lead, 100, heads, 192), jnp.bfloat16) for heads in (4, 2))
     with as_on_gpus():
-        f = jax.jit(plain.attend, static_argnames="is_causal")
+        f = jax.jit(_one_device.attend, static_argnames="is_causal")
         traced = f.trace(q, k, k, is_causal=True)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert traced.out_info.shape == q.shape
@@ -108,6 +109,6 @@ def test_attention_of_one_device_refuses_on_gpus_what_it_refuses_on_cpus(
     q, k, v = jnp.zeros((1, 100, 4, 192), jnp.bfloat16), jnp.zeros((1, *k)), jnp.zeros((1, *v))
     k = k.astype(jnp.bfloat16)
     for platform in ("cpu", "gpu"):
-        monkeypatch.setattr(_mesh, "platform", lambda platform=platform: platform)
+        monkeypatch.setattr(meshes, "platform", lambda platform=platform: platform)
         with as_on_gpus(), pytest.raises(ValueError, match=message):
-            plain.attend(q, k, v.astype(dtype))
+            _one_device.attend(q, k, v.astype(dtype))

@@ -4,12 +4,13 @@ import ast
 import importlib
 import os
 import pathlib
+import subprocess
 import sys
 import time
 import types
 
 import pytest
-from gpu_suite import ALONE, all_files, run, scripts
+from gpu_suite import ALONE, all_files, command_of, run, scripts
 
 
 def test_files_are_found_the_largest_first(tmp_path):
@@ -56,6 +57,36 @@ def test_programs_for_gpus_use_names_that_exist(path):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             module = modules.get(node.value.id)
             assert module is None or hasattr(module, node.attr), (node.lineno, node.attr)
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_suite_in_pieces(at_once, tmp_path, monkeypatch):
+    """What has passed is not run again, and what fails is told and stays."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    done, file = tmp_path / "done", tmp_path / "test_four.py"
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_addoption(parser): parser.addoption('--full', action='store_true')"
+    )
+
+    def status(text):
+        file.write_text(
+            f"import pytest\ndef test_a(): pass\ndef test_b(): {text}\n"
+            "@pytest.mark.skip\ndef test_c(): pass\ndef test_d(): pass\n"
+        )
+        command = command_of(["four"], at_once, done)
+        ended = subprocess.run([*command, "--rootdir=."], capture_output=True, text=True)
+        return ended.returncode, ended.stdout
+
+    code, said = status("assert 1 == 2")
+    assert code == 1 and said.count("FAILED test_four.py::test_b\n") == 1 == said.count("E  "), said
+    assert said.splitlines()[-1].startswith("1 failed, 2 passed, 1 skipped"), said
+    assert sorted(done.read_text().split()) == [f"test_four.py::test_{name}" for name in "acd"]
+    code, said = status("pass")
+    assert code == 0 and said.splitlines()[-1].startswith("1 passed in"), said
+    assert len(done.read_text().split()) == 4
+    if at_once == 1:
+        assert status("pass")[0] == 0  # nothing is left
 
 
 def test_one_bad_process_of_several_is_told(tmp_path):

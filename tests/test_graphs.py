@@ -10,7 +10,7 @@ from harness import PLATFORM, RANKS, Call, assert_close, exact, make_mesh, norma
 
 import jflux
 from jflux import _config, _native
-from jflux._ops.all_reduce import ALGORITHMS
+from jflux._ops.collectives.all_reduce import ALGORITHMS
 
 STEPS = 60
 SCALES = (2.0, -1.0, 0.5)

@@ -15,10 +15,11 @@ from jax.test_util import check_grads
 
 import jflux
 import jflux.nn
-from jflux import _native, _tuning, testing
-from jflux._epilogue import ACTIVATIONS
-from jflux._ops import _grouped_primitives as primitives
-from jflux._ops import _lax, _local
+from jflux import _native, testing
+from jflux._call import local_ops, tuning_tables
+from jflux._ops import _lax
+from jflux._ops._epilogue import ACTIVATIONS
+from jflux._ops.products import _grouped_primitives as primitives
 
 pytestmark = pytest.mark.wide
 X64 = functools.partial(jax.enable_x64, True)
@@ -406,14 +407,14 @@ def test_explains_its_path():
 @pytest.mark.parametrize("checked", [False, True])
 def test_gpus_take_the_reference_until_a_kernel_is_checked(checked, monkeypatch):
     monkeypatch.setattr(_native, "lib", types.SimpleNamespace(built_with_cuda=lambda: True))
-    rules = _local.LocalRules(
+    rules = local_ops.LocalRules(
         name="an_op", result_shapes=None, reference=None, why_not=lambda *_: None,
         attributes=None, batch=None, checked_on_gpus=checked,
     )  # fmt: skip
     for switch in (False, True):
         with jflux.config(unchecked_kernels=switch):
-            plan = _local.plan_call(rules, [], None, "cuda")
-            assert _local.plan_call(rules, [], None, "cpu").path == "fused"
+            plan = local_ops.plan_call(rules, [], None, "cuda")
+            assert local_ops.plan_call(rules, [], None, "cpu").path == "fused"
         assert (plan.path == "fused") == (checked or switch)
         assert checked or switch or "unchecked_kernels=True" in plan.reason
 
@@ -572,10 +573,10 @@ def test_sizes_that_do_not_fit(sizes, says):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("choice", _tuning.compiled(), ids=str)
+@pytest.mark.parametrize("choice", tuning_tables.compiled(), ids=str)
 def test_a_configuration_that_is_forced_on_all_products_is_for_those_that_have_it(choice, gated):
     """jflux.stress forces configurations of dense products, of which grouped ones have fewer."""
-    with _tuning.force(choice):
+    with tuning_tables.force(choice):
         forced = primitives.forced_tile(gated)
     tile = (choice.tile_n, choice.cluster_m)
     has_it = tile in _native.GROUPED_TILES and not (gated and choice.tile_n % 128)

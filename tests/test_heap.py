@@ -39,7 +39,7 @@ from jflux import _config, _heap, _native, testing
 from jflux._heap import _making, _nodes, _rendezvous, _report, _waits
 from jflux._heap._agreement import Workspace
 from jflux._ops._spec import all_ops
-from jflux._ops.all_reduce import ALGORITHMS
+from jflux._ops.collectives.all_reduce import ALGORITHMS
 
 SMALL = Call("all_gather_matmul", lead=(4,), k=8, n=4, dtype=jnp.bfloat16)
 

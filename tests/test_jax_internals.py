@@ -14,7 +14,8 @@ from harness import PLATFORM, make_mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _call_names, _jax_internals
+from jflux import _jax_internals
+from jflux._call import call_names
 from jflux._heap import _rendezvous
 
 PACKAGE = Path(jflux.__file__).parent
@@ -137,7 +138,7 @@ def test_processes_whose_programs_are_lowered_otherwise(monkeypatch):
     """As if there were several, and JAX wrote calls otherwise, or did not call the function that
     jflux has replaced."""
     mlir = _jax_internals.LOWERING.get()
-    monkeypatch.setattr(_call_names, "_has_peers", lambda: True)
+    monkeypatch.setattr(call_names, "_has_peers", lambda: True)
 
     def plan():
         op = jax.shard_map(
@@ -149,7 +150,7 @@ def test_processes_whose_programs_are_lowered_otherwise(monkeypatch):
 
     assert "cannot name" not in plan()  # strict: it would be an error
     with monkeypatch.context() as otherwise:
-        otherwise.setattr(_call_names, "_CONFIG", "another.config")
+        otherwise.setattr(call_names, "_CONFIG", "another.config")
         with pytest.raises(RuntimeError, match="its calls of jflux_all_gather_matmul"):
             plan()
     monkeypatch.setattr(mlir, "lower_jaxpr_to_module", mlir.lower_jaxpr_to_module.__wrapped__)

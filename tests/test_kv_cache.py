@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import KVCache
-from jflux._attention import decoding
+from jflux._ops.attention import kv_cache
 
 pytestmark = pytest.mark.wide
 COUNTS = [n for n in (1, 2, 3, 4, 8) if n <= RANKS]
@@ -113,7 +113,7 @@ OPTIONS = {
 @pytest.mark.parametrize("world", COUNTS)
 def test_several_tokens_at_once(world, options, rows, monkeypatch):
     """In both programs, of sequences that have some of the new tokens, all or none."""
-    monkeypatch.setattr(decoding, "MOST_ROWS", rows)
+    monkeypatch.setattr(kv_cache, "MOST_ROWS", rows)
     length = 9
     size = world * (-(-length // world) + 1)
     q, k, v = tokens(length, seed=1)
@@ -204,11 +204,11 @@ def test_derivatives_of_both_modes():
 # ---- Positions beyond the cache, and operands that do not fit ------------------------------------
 
 
-@pytest.mark.parametrize("rows", [0, decoding.MOST_ROWS])
+@pytest.mark.parametrize("rows", [0, kv_cache.MOST_ROWS])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_nan_reaches_those_that_attend_to_it(count, rows, monkeypatch):
     """Also where another rank's part of the cache has none."""
-    monkeypatch.setattr(decoding, "MOST_ROWS", rows)
+    monkeypatch.setattr(kv_cache, "MOST_ROWS", rows)
     world = COUNTS[-1]
     new = [a[:, :count] for a in tokens(count)]
     keys = np.zeros((B, 4 * world, G, D))
@@ -224,10 +224,10 @@ def test_a_nan_reaches_those_that_attend_to_it(count, rows, monkeypatch):
     np.testing.assert_array_equal(np.isnan(o).any(-1), nan)
 
 
-@pytest.mark.parametrize("rows", [0, decoding.MOST_ROWS])
+@pytest.mark.parametrize("rows", [0, kv_cache.MOST_ROWS])
 @pytest.mark.parametrize("count", [1, 2])
 def test_no_nan_of_unfilled_positions_reaches_a_gradient(count, rows, monkeypatch):
-    monkeypatch.setattr(decoding, "MOST_ROWS", rows)
+    monkeypatch.setattr(kv_cache, "MOST_ROWS", rows)
     new = [a[:, :count] for a in tokens(count)]
 
     def gradients(cache):

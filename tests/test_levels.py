@@ -9,11 +9,13 @@ import pytest
 from harness import make_mesh
 
 import jflux
-from jflux import _mesh
-from jflux._dispatch import Machine, Path
-from jflux._levels import Levels, levels_of
-from jflux._ops import _two_level_plan, all_gather_matmul, all_reduce, exchange, matmul_all_reduce
+from jflux._call.plans import Machine, Path
+from jflux._ops import _two_level_plan
 from jflux._ops._two_level_plan import Step, chunks_of
+from jflux._ops.collectives import all_reduce, exchange
+from jflux._ops.products import all_gather_matmul, matmul_all_reduce
+from jflux._ranks import meshes
+from jflux._ranks.node_levels import Levels, levels_of
 
 TP = {"tp": 8}
 
@@ -94,10 +96,10 @@ def test_parts_of_a_group_are_groups():
     mesh = make_mesh((2, 4), ("a", "b")) if len(jax.devices()) >= 8 else None
     if mesh is None:
         pytest.skip("takes eight devices")
-    part = _mesh.Part(("a", "b"), ((0, 3, 5, 6), (1, 2, 4, 7)))
-    assert _mesh.group_table(mesh, (part,)).tolist() == [[0, 3, 5, 6], [1, 2, 4, 7]]
-    part = _mesh.Part(("b",), ((0, 2), (1, 3)))
-    assert _mesh.group_table(mesh, part).tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    part = meshes.Subgroups(("a", "b"), ((0, 3, 5, 6), (1, 2, 4, 7)))
+    assert meshes.group_table(mesh, (part,)).tolist() == [[0, 3, 5, 6], [1, 2, 4, 7]]
+    part = meshes.Subgroups(("b",), ((0, 2), (1, 3)))
+    assert meshes.group_table(mesh, part).tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
 # ---- Chunks --------------------------------------------------------------------------------------

@@ -23,9 +23,11 @@ from harness import (
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _dispatch, _explain, _heap, _tuning, testing
-from jflux._dispatch import Machine, Path
-from jflux._ops import all_reduce, matmul_all_reduce
+from jflux import _heap, testing
+from jflux._call import explain, plans, tuning_tables
+from jflux._call.plans import Machine, Path
+from jflux._ops.collectives import all_reduce
+from jflux._ops.products import matmul_all_reduce
 
 HALVES = (jnp.bfloat16, np.float16)
 WAYS = ("summed", "fused", "scattered")
@@ -41,7 +43,7 @@ def way(request, monkeypatch):
     if request.param != "scattered":
         yield request.param
         return
-    plan = _dispatch.decomposed("this test asks for it")
+    plan = plans.decomposed("this test asks for it")
 
     def scattered(arrays, params, machine):
         rows = arrays[0].shape[0]
@@ -269,7 +271,7 @@ def test_few_rows(rows, dtype, transpose_rhs):
         w = normal(1, (2, *((n, k) if transpose_rhs else (k, n))), dtype)
         assert fused_calls(compiled_text(per_device(mesh, f), x, w)) == ["matmul_all_reduce"]
         for splits in gpu_choices(1, 2):
-            with _tuning.force(_tuning.Choice(128, 1, 1, splits)):
+            with tuning_tables.force(tuning_tables.Choice(128, 1, 1, splits)):
                 _check(mesh, "tp", x, w, transpose_rhs=transpose_rhs)
     x, w, residual, *_ = operands = _operands(dtype, rows, 72, 10248, ranks=2)
     (y,) = run(jax.jit(_program(jflux, mesh, "residual")), *operands)
@@ -310,7 +312,7 @@ def test_few_rows_take_room_for_the_peers_tiles_alone(own_heap):
     x, w, *_ = _operands(jnp.bfloat16, 128, 8, 10248, ranks=2)
     _check(make_mesh((2,)), "tp", x, w)
     f = per_device(make_mesh((2,)), functools.partial(jflux.matmul_all_reduce, axis_name="tp"))
-    (call,) = _explain.explain(f, x, w)
+    (call,) = explain.explain(f, x, w)
     assert 0 < _heap.usage("cpu") <= call.plan.workspace_bytes
     assert _plan(128, 10248, k=8, world=2).workspace_bytes < 4 * 2 * 128 * 10496  # of two calls
 

@@ -25,8 +25,8 @@ from harness import (
 )
 
 import jflux
-from jflux._dispatch import Machine, Path
-from jflux._ops import matmul_all_to_all
+from jflux._call.plans import Machine, Path
+from jflux._ops.products import matmul_all_to_all
 
 OP = "matmul_all_to_all"
 EXCHANGE = functools.partial(Call, OP)

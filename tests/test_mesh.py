@@ -1,4 +1,4 @@
-"""jflux._mesh: axes to groups of ranks; and that a call runs on the mesh it is called on."""
+"""Axes to groups of ranks (jflux/_ranks/meshes.py); and that a call runs on its mesh."""
 
 import functools
 import itertools
@@ -16,12 +16,12 @@ from harness import (
     as_tuple,
     assert_close,
     check_values,
+    drawn_meshes,
     exact,
     examples,
     fused_calls,
     groups_of,
     make_mesh,
-    meshes,
     normal,
     of_way,
     operands,
@@ -34,24 +34,24 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _assignment, _mesh
 from jflux._ops._spec import all_ops
+from jflux._ranks import meshes, program_devices
 
 CALLS = [of_way(op, lead=(3,), k=8, n=8, dtype=jnp.bfloat16) for op in PRODUCTS]
 
 
 @examples(100)
-@given(place=meshes())
+@given(place=drawn_meshes())
 def test_group_table(place):
     mesh, axis_name = place
     want = [[mesh.devices[at].id for at in group] for group in groups_of(mesh, axis_name)]
-    table = _mesh.group_table(mesh, axis_name)
+    table = meshes.group_table(mesh, axis_name)
     assert table.dtype == np.int64
     assert table.tolist() == want
 
 
 @examples(30)
-@given(place=meshes())
+@given(place=drawn_meshes())
 def test_group_table_is_the_order_of_lax(place):
     """The groups and ranks that lax's own collectives see."""
     mesh, axis_name = place
@@ -59,33 +59,33 @@ def test_group_table_is_the_order_of_lax(place):
     gather = functools.partial(jax.lax.all_gather, axis_name=axis_name)
     seen = np.asarray(jax.jit(per_device(mesh, gather))(ids))
     rows = {tuple(row) for row in seen.reshape(-1, seen.shape[-1]).tolist()}
-    assert rows == {tuple(row) for row in _mesh.group_table(mesh, axis_name).tolist()}
+    assert rows == {tuple(row) for row in meshes.group_table(mesh, axis_name).tolist()}
 
 
 @examples(40)
-@given(place=meshes())
+@given(place=drawn_meshes())
 def test_axis_size_is_bound_is_manual(place):
     mesh, axis_name = place
     seen = []
 
     def body(x):
-        seen.append((_mesh.is_bound(axis_name), _mesh.is_manual(axis_name)))
-        seen.append(_mesh.axis_size(axis_name))
-        seen.append(_mesh.is_bound("other"))
+        seen.append((meshes.is_bound(axis_name), meshes.is_manual(axis_name)))
+        seen.append(meshes.axis_size(axis_name))
+        seen.append(meshes.is_bound("other"))
         return x
 
     jax.eval_shape(per_device(mesh, body), jnp.zeros((*mesh.devices.shape, 1)))
     size = np.prod([mesh.shape[n] for n in as_tuple(axis_name)])
     assert seen == [(True, True), size, False]
-    assert not _mesh.is_bound(axis_name)
-    assert not _mesh.is_manual(axis_name)
+    assert not meshes.is_bound(axis_name)
+    assert not meshes.is_manual(axis_name)
 
 
 def test_axes_of_vmap_are_bound_but_not_manual():
     seen = []
 
     def body(x):
-        seen.append((_mesh.is_bound("i"), _mesh.is_manual("i"), _mesh.is_bound(("i", "j"))))
+        seen.append((meshes.is_bound("i"), meshes.is_manual("i"), meshes.is_bound(("i", "j"))))
         return x
 
     jax.vmap(body, axis_name="i")(jnp.zeros(3))
@@ -196,7 +196,7 @@ def test_abstract_mesh_takes_the_devices_of_the_arguments():
         dy = np.asarray(y, np.float64)
         w64 = w.astype(np.float64)
         assert_close(np.asarray(dx), dy @ w64.T, abs(dy) @ abs(w64.T), jnp.bfloat16, RANKS)
-    assert _assignment._devices.get() is None
+    assert program_devices._devices.get() is None
 
 
 def test_exporting_a_function_over_an_abstract_mesh_bakes_no_devices_in():

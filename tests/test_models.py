@@ -10,9 +10,10 @@ import pytest
 from harness import PLATFORM, RANKS
 
 import jflux
-from jflux import _models, _trial, _tuner, _tuning
-from jflux._models import MODELS, Product, Sizes
+from jflux._call import tuning_tables
 from jflux._ops._spec import all_ops
+from jflux._tools import language_models, trials, tuner
+from jflux._tools.language_models import MODELS, Product, Sizes
 from jflux.plan import models as plan_models
 
 tune = importlib.import_module("jflux.tune")
@@ -26,7 +27,7 @@ def lines(capsys, *args):
 
 def weights(sizes):
     """Of the whole model, in 1e9: the products of one token, each layer's once."""
-    found = _models.products(sizes, [1], 1)
+    found = language_models.products(sizes, [1], 1)
     of_layers = sum(
         p.n * p.k for p in found if p.op != "matmul_all_reduce" and p.layer != "head"
     ) * (sizes.layers)
@@ -88,9 +89,11 @@ def tuned(monkeypatch):
 
     def fake(op, *, m, n, k, mesh, dtype, transpose_rhs, **options):
         seen.append((op, m, n, k, options))
-        trial = _trial.Trial(all_ops()[op], "tp", transpose_rhs)
-        key = _tuner.plan_of(trial, m, n, k, mesh, dtype).key
-        return _tuner.Result(key, {_tuning.Choice(128, 2, 4): 1e-3}, _tuning.Choice(128, 2, 4))
+        trial = trials.Trial(all_ops()[op], "tp", transpose_rhs)
+        key = tuner.plan_of(trial, m, n, k, mesh, dtype).key
+        return tuner.Result(
+            key, {tuning_tables.Choice(128, 2, 4): 1e-3}, tuning_tables.Choice(128, 2, 4)
+        )
 
     monkeypatch.setattr(tune, "tune", fake)
     return seen
@@ -101,7 +104,7 @@ def tuned(monkeypatch):
 def test_a_table_grows_call_by_call(tuned, tmp_path, capsys, monkeypatch):
     """As for the one that ships: what does not fit into the limit is left to the next call."""
     path = tmp_path / "nvidia_h100_80gb_hbm3.json"
-    assert path.stem == _tuning.slug("NVIDIA H100 80GB HBM3")  # where a call looks for it
+    assert path.stem == tuning_tables.slug("NVIDIA H100 80GB HBM3")  # where a call looks for it
     args = ["--model", "llama-2-70b", "--layers-only", "--tokens", "2048", "--ranks", "2"]
     args += ["--least-gain", ".01", "--threads", "4", "--out", str(path)]
     products = [line.split()[0] for line in lines(capsys, *args)]
@@ -126,20 +129,22 @@ def test_a_table_grows_call_by_call(tuned, tmp_path, capsys, monkeypatch):
     assert tune.main(args) == 0
     assert [*begun, *taken()] == products
     assert tune.main(args) == 0 and taken() == []
-    assert len(_tuning.load(path)) == len(products)
+    assert len(tuning_tables.load(path)) == len(products)
 
 
 def test_every_product_is_of_a_tuned_op():
     for sizes in MODELS.values():
-        for product in _models.products(sizes, [512, 8192], 8, training=True):
+        for product in language_models.products(sizes, [512, 8192], 8, training=True):
             assert all_ops()[product.op].tuned, product
 
 
 def test_gradients_are_the_transposes():
     """dx of an all-gather's product is a product with the same w, transposed, and a
     reduce-scatter; and the other way round."""
-    plain = _models.products(MODELS["llama-3-8b"], [2048], 4)
-    found = set(_models.products(MODELS["llama-3-8b"], [2048], 4, training=True)) - set(plain)
+    plain = language_models.products(MODELS["llama-3-8b"], [2048], 4)
+    found = set(language_models.products(MODELS["llama-3-8b"], [2048], 4, training=True)) - set(
+        plain
+    )
     other = {"all_gather_matmul": "matmul_reduce_scatter"}
     other |= {op: name for name, op in other.items()}
     want = {(other[p.op], p.m, p.k, p.n, True) for p in plain if p.op in other}
@@ -150,7 +155,7 @@ def test_few_heads_of_keys_and_values_are_on_several_ranks():
     """8 heads of 128 columns serve 8 ranks; 16 ranks need 16."""
 
     def columns(ranks):
-        return _models.products(MODELS["llama-2-70b"], [512], ranks)[0].n
+        return language_models.products(MODELS["llama-2-70b"], [512], ranks)[0].n
 
     assert columns(2) == columns(8) == 8192 + 2 * 8 * 128
     assert columns(16) == 8192 + 2 * 16 * 128
@@ -179,19 +184,19 @@ def config(tmp_path, **changes):
 
 def test_config_of_hugging_face(tmp_path, capsys):
     path = config(tmp_path)
-    assert _models.products(_models.of_config(path), [512], 2) == _models.products(
-        MODELS["llama-3-8b"], [512], 2
-    )
+    assert language_models.products(
+        language_models.of_config(path), [512], 2
+    ) == language_models.products(MODELS["llama-3-8b"], [512], 2)
     by_file = lines(capsys, "--config", str(path), "--tokens", "512", "--ranks", "2")
     by_name = lines(capsys, "--model", "llama-3-8b", "--tokens", "512", "--ranks", "2")
     assert by_file == by_name
-    assert _models.of_config(config(tmp_path, num_key_value_heads=None)).kv_heads == 32
-    assert _models.of_config(config(tmp_path, head_dim=256)).head_columns == 256
-    assert _models.of_config(config(tmp_path, tie_word_embeddings=None)).tied
-    assert not _models.of_config(config(tmp_path, model_type="starcoder2")).gated
+    assert language_models.of_config(config(tmp_path, num_key_value_heads=None)).kv_heads == 32
+    assert language_models.of_config(config(tmp_path, head_dim=256)).head_columns == 256
+    assert language_models.of_config(config(tmp_path, tie_word_embeddings=None)).tied
+    assert not language_models.of_config(config(tmp_path, model_type="starcoder2")).gated
     nested = tmp_path / "nested.json"
     nested.write_text(json.dumps({"text_config": CONFIG, "tie_word_embeddings": False}))
-    assert _models.of_config(nested) == _models.of_config(config(tmp_path))
+    assert language_models.of_config(nested) == language_models.of_config(config(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +209,7 @@ def test_config_of_hugging_face(tmp_path, capsys):
 )
 def test_a_config_that_is_not_of_a_dense_decoder(tmp_path, changes, message):
     with pytest.raises(ValueError) as error:
-        _models.of_config(config(tmp_path, **changes))
+        language_models.of_config(config(tmp_path, **changes))
     assert message in str(error.value)
 
 
@@ -213,7 +218,7 @@ def test_a_file_that_is_no_config(tmp_path, text, message):
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        _models.of_config(path)
+        language_models.of_config(path)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +247,7 @@ def test_without_a_gpu(capsys):
 def test_the_planner_has_the_same_sizes():
     planned = plan_models.named("llama-2-70b")
     of_layer = {
-        (p.k, p.n) for p in _models.products(MODELS["llama-2-70b"], [4096], 1)
+        (p.k, p.n) for p in language_models.products(MODELS["llama-2-70b"], [4096], 1)
         if p.op != "matmul_all_reduce"
     }  # fmt: skip
     assert {(layer.k, layer.n) for layer in planned.layers if not layer.lookup} == of_layer
@@ -250,4 +255,6 @@ def test_the_planner_has_the_same_sizes():
 
 def test_ungated():
     sizes = Sizes(1, 64, 256, 4, 4, 1000, gated=False)
-    assert Product("all_gather_matmul", 8, 256, 64, False, "up") in _models.products(sizes, [8], 1)
+    assert Product("all_gather_matmul", 8, 256, 64, False, "up") in language_models.products(
+        sizes, [8], 1
+    )

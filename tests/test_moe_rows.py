@@ -1,5 +1,5 @@
-"""Rows between the order of tokens and that of experts (jflux/moe/_rows.py), in the types that GPUs
-have kernels for, against numpy in float64."""
+"""Rows between the order of tokens and that of experts (jflux/_ops/experts/moe_rows.py), in the
+types that GPUs have kernels for, against numpy in float64."""
 
 import functools
 
@@ -10,7 +10,7 @@ import pytest
 from harness import PLATFORM, fused_calls
 
 import jflux
-from jflux.moe import _rows
+from jflux._ops.experts import moe_rows
 
 EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-22}
 
@@ -59,13 +59,13 @@ def test_values(shape, dtype):
         size[t] += np.abs(float(w[t, j]) * row)
         dots[t, j], dot_size[t, j] = row @ wide_g[t], np.abs(row) @ np.abs(wide_g[t])
     for out in {dtype, "float32"}:
-        combine = functools.partial(_rows.combine, dtype=out)
+        combine = functools.partial(moe_rows.combine, dtype=out)
         got = run(combine, y, w, source, destination, taken=taken)
         assert got.dtype == jnp.dtype(out)
         error = np.abs(got.astype(np.float64) - want)
         assert (error <= EPS[out] * np.abs(want) + 2.0**-20 * size + 2.0**-24).all()  # subnormal
 
-    got = run(_rows.spread, g, np.where(destination < 0, 0, w), source, destination, taken=taken)
+    got = run(moe_rows.spread, g, np.where(destination < 0, 0, w), source, destination, taken=taken)
     want = np.zeros((rows, columns))
     filled = source >= 0
     want[filled] = w.reshape(-1)[source[filled], None] * wide_g[source[filled] // k]
@@ -74,7 +74,7 @@ def test_values(shape, dtype):
 
     def dots_of(y, g, source, destination):  # the weights' gradient
         def f(w):
-            return jnp.vdot(_rows.combine(y, w, source, destination, np.float32), g)
+            return jnp.vdot(moe_rows.combine(y, w, source, destination, np.float32), g)
 
         return jax.grad(f)(jnp.zeros((tokens, k), jnp.float32))
 
@@ -91,8 +91,8 @@ def test_the_dots_of_one_type(dtype):
     rng = np.random.default_rng(3)
     source, destination = places(rng, tokens, k, rows)
     y, g = (rng.standard_normal((n, columns)).astype(jnp.dtype(dtype)) for n in (rows, tokens))
-    params = _rows.Params("w", np.dtype(np.float32))
-    got = run(lambda *a: _rows._bind(params, *a), y, g, source, destination)
+    params = moe_rows.Params("w", np.dtype(np.float32))
+    got = run(lambda *a: moe_rows._bind(params, *a), y, g, source, destination)
     wide_y, wide_g = (np.asarray(a, np.float64) for a in (y, g))
     for (t, j), row in np.ndenumerate(destination):
         want = wide_y[row] @ wide_g[t] if row >= 0 else 0

@@ -19,10 +19,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _mesh
 from jflux._heap import _making, _nodes, _nvshmem
 from jflux._heap._nodes import Facts, Job
 from jflux._ops import _node_exchange as between
+from jflux._ranks import meshes
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -340,7 +340,7 @@ def test_groups_as_devices():
     groups = ((0, count - 1),) if count < 4 else ((0, 2), (3, 1))
     params = between.Params(between.Kind.GATHER, ("a", "b"), groups)
     np.testing.assert_array_equal(between.group_table(mesh, params), ids[np.array(groups)])
-    assert _mesh.group_table(mesh, ("a", "b")).tolist() == [ids.tolist()]
+    assert meshes.group_table(mesh, ("a", "b")).tolist() == [ids.tolist()]
 
 
 def test_what_the_kernel_takes():

@@ -22,8 +22,8 @@ from harness import (
 )
 
 import jflux
-from jflux import _explain
-from jflux._dispatch import Path
+from jflux._call import explain
+from jflux._call.plans import Path
 from jflux._ops._spec import all_ops
 
 EACH_OP = pytest.mark.parametrize("op", PRODUCTS)
@@ -196,7 +196,7 @@ def test_types_without_a_kernel_take_the_reference(op, dtypes):
     )
     f = jax.jit(per_device(mesh, call.bind("tp")))
     with jflux.config(strict=False):
-        y, calls = run(f, x, w), _explain.explain(f, x, w)
+        y, calls = run(f, x, w), explain.explain(f, x, w)
     # An op may leave the product to XLA, whose sum a kernel may still take.
     if calls[0].plan.path == Path.REFERENCE or any(c.plan.unsupported for c in calls):
         with pytest.raises(NotImplementedError, match=rf"jflux\.\w+ takes its lax .*{dtypes[0]}"):

@@ -33,9 +33,9 @@ from layers import (
 
 import jflux
 from jflux import testing
-from jflux._ops import matmul_all_reduce
 from jflux._ops._spec import all_ops, collectives
-from jflux._ops.all_reduce import ALGORITHMS
+from jflux._ops.collectives.all_reduce import ALGORITHMS
+from jflux._ops.products import matmul_all_reduce
 
 EACH = each_call(lead=(3,), k=8, n=8, dtype=jnp.bfloat16)
 

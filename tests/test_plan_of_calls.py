@@ -13,22 +13,26 @@ import pytest
 from harness import PLATFORM, Call, each_call, make_mesh, operands, per_device
 
 import jflux
-from jflux import _config, _dispatch, _explain, _ffi, _heap, _mesh, _native, _tuning
-from jflux._attention import all_gather_attention, decode_merge
-from jflux._dispatch import Machine, Path
-from jflux._experts import placed
-from jflux._ops import (
+from jflux import _config, _heap, _native
+from jflux._call import explain, ffi_targets, plans, tuning_tables
+from jflux._call.plans import Machine, Path
+from jflux._call.tuning_tables import DECOMPOSED, Choice
+from jflux._ops.attention import all_gather_attention, decode_merge
+from jflux._ops.collectives import all_reduce, exchange
+from jflux._ops.experts import (
+    _dispatch_primitives,
+    all_gather_grouped_matmul,
+    grouped_matmul_reduce_scatter,
+)
+from jflux._ops.products import (
     _product,
     _product_plan,
     all_gather_matmul,
-    all_reduce,
-    exchange,
     matmul_all_reduce,
     matmul_all_to_all,
     matmul_reduce_scatter,
 )
-from jflux._tuning import DECOMPOSED, Choice
-from jflux.moe import _gathered, _scattered
+from jflux._ranks import meshes
 
 GPU = Machine("cuda", sm_count=132, link_gbps=320.0, heap_bytes=2 << 30)
 SLOW = dataclasses.replace(GPU, link_gbps=40.0)
@@ -95,7 +99,7 @@ def gathered(elements, ranks=TWO, dtype=jnp.bfloat16):
 def plan_of(call, machine=GPU, tuned=None):
     plan, arrays, params = call
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_tuning, "lookup", lambda key, gpu: tuned)
+        patch.setattr(tuning_tables, "lookup", lambda key, gpu: tuned)
         return plan(arrays, params, machine)
 
 
@@ -206,12 +210,12 @@ def lowered_for_gpus(monkeypatch):
     here, the smallest of which has 114 multiprocessors."""
     machine = dataclasses.replace(GPU, sm_count=114, is_here=False)
     monkeypatch.setattr(_heap, "why_not_usable", lambda platform, mesh, table: None)
-    monkeypatch.setattr(_dispatch, "machine_of", lambda platform, mesh: machine)
-    monkeypatch.setattr(_mesh, "belongs_here", lambda mesh: False)
-    monkeypatch.setattr(_ffi, "register_targets", lambda platform: None)
+    monkeypatch.setattr(plans, "machine_of", lambda platform, mesh: machine)
+    monkeypatch.setattr(meshes, "belongs_here", lambda mesh: False)
+    monkeypatch.setattr(ffi_targets, "register_targets", lambda platform: None)
 
     def lower(call):
-        mesh, recorder = make_mesh((2,)), _explain._Recorder()
+        mesh, recorder = make_mesh((2,)), explain._Recorder()
         f = jax.jit(per_device(mesh, call.bind("tp")))
         with _config.override(always=True, strict=True, recorder=recorder):
             traced = f.trace(*operands(call, mesh, "tp"))
@@ -300,14 +304,14 @@ def test_a_prepared_call_takes_the_kernel_whatever_is_faster():
 def test_links_that_seem_slow_are_told_of(monkeypatch, caplog, kind, gbps, said):
     """Once, since every call asks what the machine is."""
     monkeypatch.setattr(_config, "_said", set())
-    monkeypatch.setattr(_dispatch._mesh, "belongs_here", lambda mesh: True)
+    monkeypatch.setattr(plans.meshes, "belongs_here", lambda mesh: True)
     for name, value in (("link_gbps", gbps), ("sm_count", 132), ("kernel_arch", 90)):
-        monkeypatch.setattr(_dispatch._heap, name, lambda value=value: value)
+        monkeypatch.setattr(plans._heap, name, lambda value=value: value)
     device = types.SimpleNamespace(device_kind=kind, compute_capability="9.0")
     mesh = types.SimpleNamespace(devices=np.array([device]))
     with caplog.at_level(logging.WARNING, logger="jflux"):
         for _ in range(2):
-            assert _dispatch.machine_of("cuda", mesh).link_gbps == gbps
+            assert plans.machine_of("cuda", mesh).link_gbps == gbps
     lines = [r.message for r in caplog.records if "slowest link" in r.message]
     assert len(lines) == said
     assert not said or "carried 94 GB/s" in lines[0] and "jflux.doctor" in lines[0]
@@ -343,9 +347,14 @@ def _rows_by_ranks():
         )
 
     def is_placed(ranks, tokens):
-        params = placed.Params(("ep",), ranks, 256 // ranks, ranks * tokens * 8, -1, 1, 0)
+        params = _dispatch_primitives.Params(
+            ("ep",), ranks, 256 // ranks, ranks * tokens * 8, -1, 1, 0
+        )
         x, indices = _array((tokens, 7168)), _array((tokens, 8), np.int32)
-        return placed._why_not(placed._call((x, indices), params), x.dtype) is None
+        return (
+            _dispatch_primitives._why_not(_dispatch_primitives._call((x, indices), params), x.dtype)
+            is None
+        )
 
     def is_merged(ranks, sequences):
         parts = _array((64 * sequences, 129), np.float32)
@@ -358,8 +367,10 @@ def _rows_by_ranks():
     def gathered_tokens(ranks, tokens, machine=GPU):
         w = _array((128, 4096, 1536 // ranks))
         arrays = [_array((max(1, tokens // ranks), 4096)), w, w, *routed(tokens, 128, 8)]
-        params = _gathered.Params(("tp",), ranks, False, w.dtype, "silu", gated=True)
-        return _gathered.RULES.plan(arrays, params, machine)
+        params = all_gather_grouped_matmul.Params(
+            ("tp",), ranks, False, w.dtype, "silu", gated=True
+        )
+        return all_gather_grouped_matmul.RULES.plan(arrays, params, machine)
 
     def is_gathered(ranks, tokens):
         return gathered_tokens(ranks, tokens).path == Path.FUSED
@@ -371,8 +382,8 @@ def _rows_by_ranks():
     def is_scattered(ranks, tokens):
         h, w = _array((2 * tokens, 14336 // ranks)), _array((8, 14336 // ranks, 4096))
         arrays = [h, w, _array((tokens, 2), np.float32), *routed(tokens, 8, 2)]
-        params = _scattered.Params(("tp",), ranks, False, w.dtype)
-        return _scattered.RULES.plan(arrays, params, GPU).path == Path.FUSED
+        params = grouped_matmul_reduce_scatter.Params(("tp",), ranks, False, w.dtype)
+        return grouped_matmul_reduce_scatter.RULES.plan(arrays, params, GPU).path == Path.FUSED
 
     def least(is_kernel, ranks):
         return next(t for t in (1 << i for i in range(5, 20)) if is_kernel(ranks, t))

@@ -2,19 +2,19 @@
 
 import sys
 
-from jflux import _progress
-from jflux._progress import Progress
+from jflux._tools import progress
+from jflux._tools.progress import Progress
 
 
 def test_a_line_now_and_then_without_tqdm(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)  # an import of it fails
-    monkeypatch.setattr(_progress, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     bar = Progress(8, "calls", "stress")
     bar.at(4, "4 calls right")
     bar.at(8)
     bar.close()
     assert capsys.readouterr().err == "stress: 4 of 8 calls, 4 calls right\nstress: 8 of 8 calls\n"
-    monkeypatch.setattr(_progress, "SECONDS_BETWEEN_LINES", 1000.0)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 1000.0)
     bar.at(8)
     assert capsys.readouterr().err == ""
 

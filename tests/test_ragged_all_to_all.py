@@ -12,9 +12,10 @@ from harness import PLATFORM, RANKS, groups_of, make_mesh, normal, per_device, r
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _config, _explain, _heap, testing
-from jflux._dispatch import Machine, Path
-from jflux._ops import ragged_all_to_all as ragged
+from jflux import _config, _heap, testing
+from jflux._call import explain
+from jflux._call.plans import Machine, Path
+from jflux._ops.collectives import ragged_all_to_all as ragged
 
 SIZES = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
 
@@ -350,7 +351,7 @@ def test_a_call_in_parts(own_heap):
     own_heap(heap_bytes=4 << 20)
     f = per_device(mesh, functools.partial(jflux.ragged_all_to_all, axis_name="tp"))
     with jflux.config(always=False):
-        first, *calls = _explain.explain(f, operand, output, *sizes)
+        first, *calls = explain.explain(f, operand, output, *sizes)
         assert first.plan.path == Path.DECOMPOSED and first.plan.config["parts"] == 4
         # In chunks: LL packets would have to be cut again.
         assert all((c.plan.path, c.plan.config["chunked"]) == (Path.FUSED, 1) for c in calls)

@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _ops as ops
-from jflux import _tuning
-from jflux._dispatch import Machine, Path
+from jflux._call import tuning_tables
+from jflux._call.plans import Machine, Path
 
 BF16 = jnp.bfloat16
 # Columns of each weight, or k of each term: whole tiles and not, aligned and not, more than the
@@ -127,7 +127,7 @@ def test_clusters_that_share_the_k_of_several_terms(sizes):
     mesh, rows, n = make_mesh((RANKS,)), 5, 136
     xs = tuple(normal(i, (RANKS, RANKS * rows, k), BF16) for i, k in enumerate(sizes))
     ws = _weights(9, [(k, n) for k in sizes], False)
-    with _tuning.force(_tuning.Choice(128, 1, 1, 2)):
+    with tuning_tables.force(tuning_tables.Choice(128, 1, 1, 2)):
         y = run(jax.jit(per_device(mesh, _scatter())), xs, ws)
     x64, w64 = ([a.astype(np.float64) for a in arrays] for arrays in (xs, ws))
     want = sum(x @ w for x, w in zip(x64, w64, strict=True)).sum(0).reshape(y.shape)

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from jflux._attention import blocks, flash_attention, flash_decode_part
-from jflux._ops import _grouped_primitives
-from jflux.moe import _routing
+from jflux._ops.attention import _blockwise, _flash_decode_primitive, flash_attention
+from jflux._ops.experts import routing
+from jflux._ops.products import _grouped_primitives
 
 CC = pathlib.Path(__file__).resolve().parents[1] / "cc"
 FLASH = "ops/flash_attention/flash_attention.h"
@@ -28,13 +28,13 @@ def value_of(file: str, name: str) -> int:
     ("file", "name", "here"),
     [
         ("core/group_tiles.h", "kMostGroups", _grouped_primitives._MOST_GROUPS),
-        ("ops/moe_route/moe_route.cu", "kMostExperts", _routing._MOST_EXPERTS),
+        ("ops/moe_route/moe_route.cu", "kMostExperts", routing._MOST_EXPERTS),
         (FLASH, "kAttentionPadding", flash_attention._PADDING),
         (FLASH, "kFurthest", flash_attention._FURTHEST),
-        (FLASH, "kNowhere", blocks.NOWHERE),
+        (FLASH, "kNowhere", _blockwise.NOWHERE),
         (FLASH, "kSome", flash_attention._SOME),
         (FLASH, "kAll", flash_attention._ALL),
-        ("ops/flash_decode/flash_decode.cu", "kTile", flash_decode_part._QUERIES),
+        ("ops/flash_decode/flash_decode.cu", "kTile", _flash_decode_primitive._QUERIES),
     ],
 )
 def test_numbers(file, name, here):
@@ -44,5 +44,5 @@ def test_numbers(file, name, here):
 def test_widths_of_heads():
     source = (CC / "ops/flash_decode/flash_decode.cu").read_text()
     kernels = tuple(map(int, re.findall(r"^    case (\d+):$", source, re.M)))
-    assert kernels == flash_decode_part.WIDTHS
-    assert set(flash_decode_part.WIDTHS_PORTABLE) < set(kernels)
+    assert kernels == _flash_decode_primitive.WIDTHS
+    assert set(_flash_decode_primitive.WIDTHS_PORTABLE) < set(kernels)

@@ -16,12 +16,13 @@ from harness import PLATFORM, RANKS
 from workers.common import environment, free_port
 
 import jflux
-from jflux import testing
+from jflux import _heap, testing
 from jflux._ops._spec import all_ops
 from jflux._stress import attention, mixtures, programs
 from jflux.stress import main, stress
 
 HERE = pathlib.Path(__file__).parent
+BACKEND = _heap.default_platform()  # cuda where JAX says gpu
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -34,7 +35,7 @@ def test_random_programs_in_flight(seed):
 def test_the_turn_comes_to_every_op():
     """The first cases of as many programs as there are ops."""
     specs = list(all_ops())
-    place = programs._place(programs.random.Random(0), [jax.devices()], PLATFORM)
+    place = programs._place(programs.random.Random(0), [jax.devices()], BACKEND)
     drawn = [
         programs.draw_case(programs.random.Random(i), place, spec).op
         for i, spec in enumerate(all_ops().values())
@@ -54,7 +55,6 @@ LONGER = {
 @pytest.mark.parametrize("kind", LONGER)
 def test_calls_of_several_steps_and_their_faults(kind, monkeypatch):
     """Random calls are right; without waits, on poisoned workspaces, some are not."""
-    platform = "cuda" if PLATFORM == "gpu" else "cpu"
     monkeypatch.setattr(
         programs, "draw_case", lambda rng, place, spec=None: LONGER[kind](rng, place)
     )
@@ -62,7 +62,7 @@ def test_calls_of_several_steps_and_their_faults(kind, monkeypatch):
     planted, found = kind != "dispatch" and PLATFORM == "cpu", 0
     for seed in range(4):
         rng = programs.random.Random(seed)
-        program = programs.draw(rng, [jax.devices()], platform, number=0, most_calls=2)
+        program = programs.draw(rng, [jax.devices()], BACKEND, number=0, most_calls=2)
 
         def run(program=program):
             return [jax.block_until_ready(program.run(i)) for i in range(program.runs)]
@@ -117,10 +117,9 @@ def test_a_batch_is_made_again():
 def test_each_check_fails_where_it_must(what):
     """One number of one result is changed: a little, in one run or on one rank."""
     rng = programs.random.Random(6)
-    platform = "cuda" if PLATFORM == "gpu" else "cpu"
     specs = list(all_ops())
     program = programs.draw(
-        rng, [jax.devices()], platform, number=specs.index("all_reduce"), most_calls=1
+        rng, [jax.devices()], BACKEND, number=specs.index("all_reduce"), most_calls=1
     )
     with testing.planted_faults():
         results = [jax.block_until_ready(program.run(which)) for which in range(program.runs)]
@@ -198,7 +197,8 @@ def test_one_process_for_each_part_of_the_devices(fault, flags, tmp_path):
 def test_lines_where_there_is_no_tqdm(tmp_path):
     """And nothing to run where there is one device."""
     (tmp_path / "tqdm.py").write_text("raise ImportError")
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(tmp_path)}
+    env = environment("cpu", 8) | {"XLA_FLAGS": ""}
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
     command = [sys.executable, "-m", "jflux.stress", "--calls", "3", "--in-flight", "1"]
     done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=200)
     assert done.returncode == 0 and "on 8 x cpu" in done.stdout, done.stderr

@@ -1,6 +1,7 @@
 """tests/suite_times.py: what tests took, and what they may take."""
 
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -47,9 +48,8 @@ def test_what_tests_take(tmp_path):
     """Their own processor time and that of their processes, not the time that they wait."""
     status, said = run(tmp_path, "SLOWEST = 3")
     assert status == 0, said
-    taken = {
-        line.split("::")[1]: float(line.split()[0]) for line in said.splitlines() if "::" in line
-    }
+    found = re.findall(r"([\d.]+) s  \S+::(\w+)", said)
+    taken = {name: float(seconds) for seconds, name in found}
     assert taken["test_idle"] < 0.2 <= taken["test_busy"] and taken["test_in_a_process"] >= 0.2
     assert "all 3 tests" in said and "NOTICE" not in said
 

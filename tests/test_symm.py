@@ -17,9 +17,9 @@ from jax import lax
 
 import jflux
 from jflux import _config, _native
-from jflux._dispatch import Machine, Path
-from jflux._symm import call as symm_call
-from jflux._symm import checking, compiling, layout
+from jflux._call.plans import Machine, Path
+from jflux._own_kernels import buffer_layout, compiling, symm_check
+from jflux._own_kernels import symm_call as symm_call
 
 H100 = Machine("cuda", sm_count=132)
 on_cpus = pytest.mark.skipif(PLATFORM == "gpu", reason="kernels run here: tests/symm_gpu.py")
@@ -41,20 +41,22 @@ def _struct(*shape, dtype=np.float32):
 
 
 def test_buffers_have_guards_around_them():
-    buffers = layout.lay_out({"a": _struct(3, dtype=np.int8), "b": _struct(7, 5), "c": _struct(0)})
+    buffers = buffer_layout.lay_out(
+        {"a": _struct(3, dtype=np.int8), "b": _struct(7, 5), "c": _struct(0)}
+    )
     assert [b.name for b in buffers] == ["a", "b", "c"]
     ends = [0, *(b.end for b in buffers)]
-    starts = [*(b.offset for b in buffers), layout.data_bytes(buffers)]
-    assert all(s - e >= layout.GUARD_BYTES for s, e in zip(starts, ends, strict=True))
-    assert all(b.offset % layout.ALIGN == 0 for b in buffers)
-    assert layout.data_bytes(()) == 0
+    starts = [*(b.offset for b in buffers), buffer_layout.data_bytes(buffers)]
+    assert all(s - e >= buffer_layout.GUARD_BYTES for s, e in zip(starts, ends, strict=True))
+    assert all(b.offset % buffer_layout.ALIGN == 0 for b in buffers)
+    assert buffer_layout.data_bytes(()) == 0
 
 
 @pytest.mark.parametrize("signals", [0, 1, 505, 4000, 1 << 20])
 @pytest.mark.parametrize("size", [0, 1, 65536, 65537, 1 << 24, (1 << 24) + 1])
 def test_a_workspace_is_known_by_its_size(size, signals):
     total = _native.lib.custom_workspace_bytes(size, signals)
-    workspace = layout.Workspace.of_total(total)
+    workspace = buffer_layout.Workspace.of_total(total)
     assert workspace.data_offset(1) + workspace.half_bytes == total
     assert workspace.half_bytes >= size
     assert workspace.signal_bytes >= 8 * (8 + signals)
@@ -66,10 +68,10 @@ def test_a_workspace_is_known_by_its_size(size, signals):
 
 def _workspace(epoch=6, signals=2):
     """(buffers, the workspace's bytes as a call of 2 signals leaves them, a reader)."""
-    buffers = layout.lay_out({"first": _struct(64), "second": _struct(8, 2)})
-    total = _native.lib.custom_workspace_bytes(layout.data_bytes(buffers), signals)
+    buffers = buffer_layout.lay_out({"first": _struct(64), "second": _struct(8, 2)})
+    total = _native.lib.custom_workspace_bytes(buffer_layout.data_bytes(buffers), signals)
     memory = np.full(total, 0xFF, np.uint8)
-    where = layout.Workspace.of_total(total)
+    where = buffer_layout.Workspace.of_total(total)
     memory[: where.data_offset(0)] = 0
     memory[:8] = np.array([epoch << 24], np.uint64).view(np.uint8)
     for b in buffers:
@@ -80,7 +82,7 @@ def _workspace(epoch=6, signals=2):
     words[8 + signals :] = (epoch - 2) << 24 | 0xABCDEF  # of an earlier call
 
     def find():
-        return checking.written_outside(
+        return symm_check.written_outside(
             buffers, signals, total, lambda at, count: memory[at : at + count]
         )
 
@@ -125,16 +127,16 @@ def test_a_signal_that_there_is_not_is_found():
 
 def test_errors_of_results():
     one = np.ones(4, np.float32)
-    assert checking._error(one, one, None) == 0
-    assert checking._error(one + 1e-4, one, 1e-3) == pytest.approx(0.1, rel=1e-2)
-    assert checking._error(np.full(4, np.nan, np.float32), one, None) == np.inf
-    assert checking._error(np.zeros(4, np.float32), np.zeros(4, np.float32), None) == 0
-    assert checking._error(one, np.zeros(4, np.float32), None) == np.inf
+    assert symm_check._error(one, one, None) == 0
+    assert symm_check._error(one + 1e-4, one, 1e-3) == pytest.approx(0.1, rel=1e-2)
+    assert symm_check._error(np.full(4, np.nan, np.float32), one, None) == np.inf
+    assert symm_check._error(np.zeros(4, np.float32), np.zeros(4, np.float32), None) == 0
+    assert symm_check._error(one, np.zeros(4, np.float32), None) == np.inf
     nan = np.array([1, np.nan], np.float32)
-    assert checking._error(nan, nan, None) == 0
-    assert checking._error(np.arange(3), np.arange(3) + 1, None) == np.inf
+    assert symm_check._error(nan, nan, None) == 0
+    assert symm_check._error(np.arange(3), np.arange(3) + 1, None) == np.inf
     half = np.ones(4, jnp.bfloat16)
-    assert checking._error(half, half, None) == 0
+    assert symm_check._error(half, half, None) == 0
 
 
 # ---- Calls on CPUs -----------------------------------------------------------------------------
@@ -370,7 +372,7 @@ def _params(kernels, name, world):
     size = kernels.BLOCK * kernels.PROGRAMS
     f = per_device(mesh, lambda x: kernels.call_right(name, x, "tp"))
     x = jax.ShapeDtypeStruct((max(world, 2), size), np.float32)
-    ((_, params),) = checking._calls_in(jax.make_jaxpr(f)(x).jaxpr)
+    ((_, params),) = symm_check._calls_in(jax.make_jaxpr(f)(x).jaxpr)
     return type(params)(**{**vars(params), "world": world})
 
 

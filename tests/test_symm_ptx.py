@@ -13,8 +13,8 @@ from harness import PLATFORM, RANKS, make_mesh, per_device
 from ptx_machine import Block, Memory, Program, Trap
 
 from jflux import _native
-from jflux._symm import call as symm_call
-from jflux._symm import checking, layout
+from jflux._own_kernels import buffer_layout, symm_check
+from jflux._own_kernels import symm_call as symm_call
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "python_kernels"))
 
@@ -51,9 +51,9 @@ class Ranks:
         self.shared_bytes = compiled.shared_bytes
         self.rng, self.clock, self.memory = random.Random(seed), [1000], Memory(1 << 24)
         total = _native.lib.custom_workspace_bytes(
-            layout.data_bytes(self.params.buffers), self.params.num_signals
+            buffer_layout.data_bytes(self.params.buffers), self.params.num_signals
         )
-        self.total, self.where = total, layout.Workspace.of_total(total)
+        self.total, self.where = total, buffer_layout.Workspace.of_total(total)
         self.bases = [self.memory.allocate(total) for _ in range(world)]
         self.states, self.records = [], []
         for base in self.bases:
@@ -123,7 +123,7 @@ class Ranks:
     def written_outside(self, rank):
         data = self.memory.data[self.bases[rank] : self.bases[rank] + self.total]
         whole = np.frombuffer(bytes(data), np.uint8)
-        return checking.written_outside(
+        return symm_check.written_outside(
             self.params.buffers, self.params.num_signals, self.total,
             lambda at, count: whole[at : at + count],
         )  # fmt: skip
@@ -132,7 +132,7 @@ class Ranks:
 def _params(f, arrays, world):
     mesh = make_mesh((world,))
     stacked = [jax.ShapeDtypeStruct((world, *a.shape), a.dtype) for a in arrays]
-    ((_, params),) = checking._calls_in(jax.make_jaxpr(per_device(mesh, f))(*stacked).jaxpr)
+    ((_, params),) = symm_check._calls_in(jax.make_jaxpr(per_device(mesh, f))(*stacked).jaxpr)
     return params
 
 

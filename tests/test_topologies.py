@@ -20,8 +20,10 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 import jflux.nn
-from jflux import _config, _levels, _lowering, _mesh, _native, parallel
+from jflux import _config, _native, parallel
+from jflux._call import primitives
 from jflux._ops._spec import products
+from jflux._ranks import meshes, node_levels
 
 RANKS = 4
 
@@ -43,10 +45,10 @@ def mesh():
 def nodes_of_two():
     def levels_over(platform, mesh, axis_names):
         nodes = {device.id: i // 2 for i, device in enumerate(mesh.devices.flat)}
-        table = _mesh.group_table(mesh, axis_names)
-        return _levels.levels_of(table, nodes, axis_names, mesh.shape)
+        table = meshes.group_table(mesh, axis_names)
+        return node_levels.levels_of(table, nodes, axis_names, mesh.shape)
 
-    with gpu_programs.as_on_gpus(), mock.patch.object(_lowering, "levels_over", levels_over):
+    with gpu_programs.as_on_gpus(), mock.patch.object(primitives, "levels_over", levels_over):
         yield
 
 
@@ -91,7 +93,7 @@ def test_what_is_compiled_for_others_makes_no_heap(mesh):
     """Of GPUs, where there may be none. Only a build without kernels needs `lax`."""
     (spec,) = (spec for spec in products() if spec.name == "all_gather_matmul")
     f, operands = product(mesh, spec, 8192, 8192, 8192)
-    assert not _mesh.belongs_here(mesh)
+    assert not meshes.belongs_here(mesh)
     with jflux.config(strict=False):
         (call,) = jflux.explain(f, *operands)
         program = compiled(f, *operands, mock_kernels=False)

@@ -28,11 +28,13 @@ from harness import operands as call_operands
 from workers.common import environment
 
 import jflux
-from jflux import _config, _explain, _trial, _tuner, _tuning
-from jflux._dispatch import Machine
-from jflux._ops import all_gather_matmul
+from jflux import _config
+from jflux._call import explain, tuning_tables
+from jflux._call.plans import Machine
+from jflux._call.tuning_tables import DECOMPOSED, Choice, Key
 from jflux._ops._spec import all_ops, products
-from jflux._tuning import DECOMPOSED, Choice, Key
+from jflux._ops.products import all_gather_matmul
+from jflux._tools import trials, tuner
 
 GPU = "NVIDIA H200"
 MACHINE = Machine("cuda", sm_count=132, link_gbps=320)
@@ -41,14 +43,14 @@ KEY = Key("all_gather_matmul", 4, 8192, 12288, 12288, "bfloat16", False)
 
 def heuristic(key, machine=MACHINE):
     """What the kernel does if nothing was measured."""
-    native = machine.native_plan(key.op, _tuner.native_call(key))
+    native = machine.native_plan(key.op, tuner.native_call(key))
     return Choice(*(native[field.name] for field in dataclasses.fields(Choice)))
 
 
 @pytest.fixture
 def own_tables(tmp_path, monkeypatch):
     monkeypatch.setenv("JFLUX_TUNING_DIR", str(tmp_path))
-    monkeypatch.setattr(_tuning, "_agreed", {})
+    monkeypatch.setattr(tuning_tables, "_agreed", {})
     return tmp_path
 
 
@@ -56,13 +58,13 @@ def own_tables(tmp_path, monkeypatch):
 def test_sizes_that_the_ranks_do_not_divide(op):
     spec = all_ops()[op]
     layout = spec.layout(2, **spec.ways[0])
-    _tuner.check_divides(spec, 8, 8, 8, 4)
+    tuner.check_divides(spec, 8, 8, 8, 4)
     names = {"x": ("m", "k"), "y": ("m", "n"), "w": ("k", "n")}
     for array, dimension in {**layout.rows, **layout.others}.items():
         if dimension is not None:
             sizes = dict.fromkeys("mnk", 8) | {names[array][dimension]: 9}
             with pytest.raises(ValueError, match="9 is not a multiple of the 4 ranks"):
-                _tuner.check_divides(spec, *(sizes[name] for name in "mnk"), 4)
+                tuner.check_divides(spec, *(sizes[name] for name in "mnk"), 4)
 
 
 @pytest.mark.parametrize("op", [spec.name for spec in products() if spec.tuned])
@@ -72,21 +74,21 @@ def test_key_of_a_call_is_what_tune_stores(op, own_tables, monkeypatch):
     if call.collective.kind == "all_reduce":  # large enough for its kernel
         call = of_way(op, lead=(512,), k=64, n=8192, dtype=jnp.bfloat16)
     mesh, asked = make_mesh((2,)), []
-    monkeypatch.setattr(_tuning, "lookup", lambda key, gpu: asked.append(key))
+    monkeypatch.setattr(tuning_tables, "lookup", lambda key, gpu: asked.append(key))
     f = jax.jit(per_device(mesh, call.bind("tp")))
-    (found,) = _explain.explain(f, *call_operands(call, mesh, "tp"))
+    (found,) = explain.explain(f, *call_operands(call, mesh, "tp"))
     assert found.plan.key == asked[-1] and found.plan.key.op == op
     key = found.plan.key
     assert (key.ranks, key.dtype, key.transpose_rhs) == (2, "bfloat16", False)
     assert str(key) == f"{op} bfloat16 ranks=2 rows={key.rows} n={key.n} k={key.k} w=kn"
-    assert _tuning._KEY.fullmatch(str(key))
+    assert tuning_tables._KEY.fullmatch(str(key))
 
 
 def test_candidates():
-    compiled = {(c.tile_n, c.cluster_m) for c in _tuning.compiled()}
+    compiled = {(c.tile_n, c.cluster_m) for c in tuning_tables.compiled()}
     for rows in (64, 512, 8192):
         key = dataclasses.replace(KEY, rows=rows)
-        found = _tuner.candidates(key, MACHINE)
+        found = tuner.candidates(key, MACHINE)
         assert found[0] == heuristic(key)
         assert len(set(found)) == len(found)
         assert {(c.tile_n, c.cluster_m) for c in found} <= compiled
@@ -98,13 +100,13 @@ def test_candidates():
 
 def test_pick():
     a, b = Choice(192, 2, 8), Choice(128, 1, 16)
-    assert _tuner.pick({a: 2.0, b: 1.0, DECOMPOSED: 3.0}) == b
-    assert _tuner.pick({a: 2.0, b: 1.0, DECOMPOSED: 0.9}) == DECOMPOSED
-    assert _tuner.pick({a: 2.0, b: 1.0, DECOMPOSED: 1.0}) == b
+    assert tuner.pick({a: 2.0, b: 1.0, DECOMPOSED: 3.0}) == b
+    assert tuner.pick({a: 2.0, b: 1.0, DECOMPOSED: 0.9}) == DECOMPOSED
+    assert tuner.pick({a: 2.0, b: 1.0, DECOMPOSED: 1.0}) == b
     # The first is the heuristic's, and is kept where the fastest gains too little.
-    assert _tuner.pick({a: 1.0, b: 0.995, DECOMPOSED: 3.0}, 0.01) == a
-    assert _tuner.pick({a: 1.0, b: 0.98, DECOMPOSED: 0.995}, 0.01) == b
-    assert _tuner.pick({a: 1.0, b: 0.995, DECOMPOSED: 3.0}) == b
+    assert tuner.pick({a: 1.0, b: 0.995, DECOMPOSED: 3.0}, 0.01) == a
+    assert tuner.pick({a: 1.0, b: 0.98, DECOMPOSED: 0.995}, 0.01) == b
+    assert tuner.pick({a: 1.0, b: 0.995, DECOMPOSED: 3.0}) == b
 
 
 def test_slow_links_make_raster_groups_shorter():
@@ -113,21 +115,21 @@ def test_slow_links_make_raster_groups_shorter():
         assert heuristic(KEY, dataclasses.replace(MACHINE, link_gbps=gbps)) == usual
     slow = heuristic(KEY, slow_links)
     assert 0 < slow.group_m < usual.group_m
-    assert _tuner.candidates(KEY, slow_links)[0] == slow
+    assert tuner.candidates(KEY, slow_links)[0] == slow
 
 
 def test_tables(own_tables, monkeypatch):
     """The user's before the shipped one, and both kept apart by GPU."""
-    monkeypatch.setattr(_tuning, "shipped_table", lambda gpu: {str(KEY): [128, 1, 4, 1]})
-    assert _tuning.lookup(KEY, GPU) == Choice(128, 1, 4)
-    _tuning.remember(GPU, {str(KEY): [192, 2, 3, 1]})
-    assert _tuning.lookup(KEY, GPU) == Choice(192, 2, 3)
-    assert _tuning.lookup(KEY, "another GPU") == Choice(128, 1, 4)
-    _tuning.remember(GPU, {str(KEY): DECOMPOSED})
-    assert _tuning.lookup(KEY, GPU) == DECOMPOSED
-    with _tuning.force(Choice(192, 2, 1)):
-        assert _tuning.lookup(KEY, GPU) == Choice(192, 2, 1)
-    assert _tuning.lookup(dataclasses.replace(KEY, rows=64), GPU) is None
+    monkeypatch.setattr(tuning_tables, "shipped_table", lambda gpu: {str(KEY): [128, 1, 4, 1]})
+    assert tuning_tables.lookup(KEY, GPU) == Choice(128, 1, 4)
+    tuning_tables.remember(GPU, {str(KEY): [192, 2, 3, 1]})
+    assert tuning_tables.lookup(KEY, GPU) == Choice(192, 2, 3)
+    assert tuning_tables.lookup(KEY, "another GPU") == Choice(128, 1, 4)
+    tuning_tables.remember(GPU, {str(KEY): DECOMPOSED})
+    assert tuning_tables.lookup(KEY, GPU) == DECOMPOSED
+    with tuning_tables.force(Choice(192, 2, 1)):
+        assert tuning_tables.lookup(KEY, GPU) == Choice(192, 2, 1)
+    assert tuning_tables.lookup(dataclasses.replace(KEY, rows=64), GPU) is None
 
 
 def entry(rows):
@@ -135,13 +137,13 @@ def entry(rows):
 
 
 def test_files(own_tables):
-    path = _tuning.user_path(GPU)
+    path = tuning_tables.user_path(GPU)
     assert path == own_tables / "tuning-nvidia_h200.json"
-    assert _tuning.load(path) == {}
-    _tuning.store(path, {entry(1): [256, 2, 8, 1]})
-    _tuning.store(path, {entry(2): DECOMPOSED})
-    assert _tuning.load(path) == {entry(1): [256, 2, 8, 1], entry(2): DECOMPOSED}
-    assert json.loads(path.read_text())["kernels"] == _tuning.KERNELS
+    assert tuning_tables.load(path) == {}
+    tuning_tables.store(path, {entry(1): [256, 2, 8, 1]})
+    tuning_tables.store(path, {entry(2): DECOMPOSED})
+    assert tuning_tables.load(path) == {entry(1): [256, 2, 8, 1], entry(2): DECOMPOSED}
+    assert json.loads(path.read_text())["kernels"] == tuning_tables.KERNELS
 
 
 # ---- Tables that are wrong: each part is ignored, with one line in the log -----------------------
@@ -156,7 +158,7 @@ def logged(caplog, monkeypatch):
 
 
 def table(**changes):
-    return {**_tuning._writer(), "choices": {str(KEY): [192, 2, 8, 1]}} | changes
+    return {**tuning_tables._writer(), "choices": {str(KEY): [192, 2, 8, 1]}} | changes
 
 
 @pytest.mark.parametrize(
@@ -172,10 +174,10 @@ def table(**changes):
     ],
 )
 def test_a_table_that_cannot_be_used(own_tables, logged, text, line, why):
-    path = _tuning.user_path(GPU)
+    path = tuning_tables.user_path(GPU)
     path.write_text(text)
     for _ in range(2):
-        assert _tuning.load(path) == {} and _tuning.lookup(KEY, GPU) is None
+        assert tuning_tables.load(path) == {} and tuning_tables.lookup(KEY, GPU) is None
     (message,) = logged()
     assert message.startswith(f"tuning table {path}, line {line}: ignored, since {why}")
     assert message.endswith("run jflux.tune again, or delete it")
@@ -183,9 +185,9 @@ def test_a_table_that_cannot_be_used(own_tables, logged, text, line, why):
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", None], ids=["no text", "a folder"])
 def test_a_table_that_cannot_be_read(own_tables, logged, content):
-    path = _tuning.user_path(GPU)
+    path = tuning_tables.user_path(GPU)
     path.mkdir() if content is None else path.write_bytes(content)
-    assert _tuning.load(path) == {}
+    assert tuning_tables.load(path) == {}
     (message,) = logged()
     why = "it is no file" if content is None else "it cannot be read"
     assert message.startswith(f"tuning table {path}, line 1: ignored, since {why}")
@@ -212,26 +214,28 @@ def test_a_table_that_cannot_be_read(own_tables, logged, content):
 def test_an_entry_that_cannot_be_used(own_tables, logged, key, wrong, why):
     """The others stay. The line is that of the entry in the file."""
     good = {str(KEY): [192, 2, 8, 1], entry(1): [128, 1, 0, 4], entry(3): DECOMPOSED}
-    path = _tuning.user_path(GPU)
-    path.write_text(json.dumps({**_tuning._writer(), "choices": {**good, key: wrong}}, indent=1))
+    path = tuning_tables.user_path(GPU)
+    path.write_text(
+        json.dumps({**tuning_tables._writer(), "choices": {**good, key: wrong}}, indent=1)
+    )
     number = next(
         i for i, line in enumerate(path.read_text().splitlines(), 1) if f'"{key}"' in line
     )
-    assert _tuning.load(path) == good and _tuning.lookup(KEY, GPU) == Choice(192, 2, 8)
+    assert tuning_tables.load(path) == good and tuning_tables.lookup(KEY, GPU) == Choice(192, 2, 8)
     (message,) = logged()
     assert message.startswith(f"tuning table {path}, line {number}: ignored, since ")
     assert why in message
-    _tuning.store(path, {entry(4): DECOMPOSED})
-    assert _tuning.load(path) == {**good, entry(4): DECOMPOSED} and len(logged()) == 1
+    tuning_tables.store(path, {entry(4): DECOMPOSED})
+    assert tuning_tables.load(path) == {**good, entry(4): DECOMPOSED} and len(logged()) == 1
 
 
 def test_a_lowering_with_a_wrong_table_takes_the_heuristic(own_tables, logged, monkeypatch):
     """No exception reaches the call: the table is read while it is planned."""
-    _tuning.user_path(GPU).write_text("{")
+    tuning_tables.user_path(GPU).write_text("{")
     params = all_gather_matmul.Params(("tp",), 4, 0, ("y",), False, np.dtype(jnp.bfloat16))
     arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2048, 12288), (12288, 12288))]
     machine = dataclasses.replace(MACHINE, device_kind=GPU)
-    monkeypatch.setattr(_tuning, "shipped_table", lambda gpu: {})
+    monkeypatch.setattr(tuning_tables, "shipped_table", lambda gpu: {})
     with jflux.config(always=False):
         plan = all_gather_matmul._plan(arrays, params, machine)
     assert "configuration of the heuristic" in plan.reason and plan.key == KEY
@@ -241,16 +245,16 @@ def test_a_lowering_with_a_wrong_table_takes_the_heuristic(own_tables, logged, m
 def test_shipped_tables_are_of_compiled_configurations():
     from pathlib import Path
 
-    for path in Path(_tuning.__file__).parent.glob("tables/*.json"):
+    for path in Path(tuning_tables.__file__).parent.glob("tables/*.json"):
         choices = json.loads(path.read_text())["choices"]
-        assert _tuning.shipped_table(path.stem) == choices != {}
+        assert tuning_tables.shipped_table(path.stem) == choices != {}
 
 
 @pytest.fixture
 def measured(monkeypatch):
-    """A function (times by choice, options) -> what `_tuner.measure` gives, the rounds in which
+    """A function (times by choice, options) -> what `tuner.measure` gives, the rounds in which
     each choice was timed, and the progress. What is compiled says which choice was forced."""
-    monkeypatch.setattr(_trial, "iterations_for", lambda *_: 2)
+    monkeypatch.setattr(trials, "iterations_for", lambda *_: 2)
 
     def run(times, **options):
         rounds, seen, compiled, compiling = collections.Counter(), [], [], []
@@ -270,14 +274,14 @@ def measured(monkeypatch):
                 for _ in range(1 + count):
                     step()
                 rounds[choice] += count
-                found[name] = _trial.Timing(times[choice], 0, 0)
+                found[name] = trials.Timing(times[choice], 0, 0)
             return found
 
-        monkeypatch.setattr(_trial, "compiled", compile_)
-        monkeypatch.setattr(_trial, "run_of", lambda program, *_: program)
-        monkeypatch.setattr(_trial, "interleave", interleave)
-        trial = _trial.Trial(all_ops()["all_gather_matmul"])
-        seconds = _tuner.measure(
+        monkeypatch.setattr(trials, "compiled", compile_)
+        monkeypatch.setattr(trials, "run_of", lambda program, *_: program)
+        monkeypatch.setattr(trials, "interleave", interleave)
+        trial = trials.Trial(all_ops()["all_gather_matmul"])
+        seconds = tuner.measure(
             trial, list(times), m=256 * RANKS, n=256 * RANKS, k=64, mesh=make_mesh((RANKS,)),
             progress=lambda *step: seen.append(step), **options,
         )  # fmt: skip
@@ -316,10 +320,10 @@ def test_each_candidate_is_compiled_with_its_own_choice(measured, threads):
 
 
 def test_measuring_on_what_is_here(monkeypatch):
-    monkeypatch.setattr(_trial, "iterations_for", lambda *_: 2)
+    monkeypatch.setattr(trials, "iterations_for", lambda *_: 2)
     tried, seen = [Choice(192, 2, 8), Choice(128, 1, 16), DECOMPOSED], []
-    trial = _trial.Trial(all_ops()["all_gather_matmul"])
-    seconds = _tuner.measure(
+    trial = trials.Trial(all_ops()["all_gather_matmul"])
+    seconds = tuner.measure(
         trial, tried, m=256 * RANKS, n=256 * RANKS, k=64, mesh=make_mesh((RANKS,)), rounds=3,
         threads=2, progress=lambda *step: seen.append(step),
     )  # fmt: skip
@@ -366,7 +370,7 @@ def test_all_reduce(own_tables):
     if result.best == DECOMPOSED:
         assert "jflux_matmul_all_reduce" not in text
     else:
-        numbers = ", ".join(map(str, _tuning.as_json(result.best)))
+        numbers = ", ".join(map(str, tuning_tables.as_json(result.best)))
         assert "jflux_matmul_all_reduce" in text and f"choice = dense<[{numbers}]>" in text
     if RANKS == 2:  # few rows, whose kernel's CTAs may share k
         few = jflux.tune("matmul_all_reduce", m=64, n=8192, k=2048, rounds=3)
@@ -387,11 +391,11 @@ def test_tuned_calls_take_what_was_fastest(op, own_tables):
     )
     assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] > len(result.seconds)
     assert result.seconds[result.best] == min(result.seconds.values())
-    stored = _tuning.load(_tuning.user_path(jax.devices()[0].device_kind))
-    assert stored == {str(result.key): _tuning.as_json(result.best)}
+    stored = tuning_tables.load(tuning_tables.user_path(jax.devices()[0].device_kind))
+    assert stored == {str(result.key): tuning_tables.as_json(result.best)}
     # A call of these sizes takes it, another one does not.
     mesh = make_mesh((RANKS,))
-    trial = _trial.Trial(all_ops()[op])
+    trial = trials.Trial(all_ops()[op])
     sharded = jax.shard_map(
         trial.function(), mesh=mesh, in_specs=trial.partition[:2], out_specs=trial.partition[2],
         check_vma=False,
@@ -401,5 +405,5 @@ def test_tuned_calls_take_what_was_fastest(op, own_tables):
         text = compiled_text(sharded, x, w)
     assert (op in fused_calls(text)) == (result.best != DECOMPOSED)
     if result.best != DECOMPOSED:
-        numbers = ", ".join(map(str, _tuning.as_json(result.best)))
+        numbers = ", ".join(map(str, tuning_tables.as_json(result.best)))
         assert f"choice = dense<[{numbers}]>" in text

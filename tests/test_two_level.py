@@ -37,11 +37,12 @@ from layers import assert_near, in_float64
 
 import jflux
 import jflux.nn as jnn
-from jflux import _config, _dispatch, _ffi, _heap, _lowering, parallel
-from jflux._dispatch import Machine, Path
-from jflux._explain import explain
-from jflux._levels import Levels
+from jflux import _config, _heap, parallel
+from jflux._call import ffi_targets, plans, primitives
+from jflux._call.explain import explain
+from jflux._call.plans import Machine, Path
 from jflux._ops import _two_level, _two_level_plan
+from jflux._ranks.node_levels import Levels
 
 pytestmark = pytest.mark.skipif(PLATFORM == "gpu", reason="tests/two_level_gpu.py is for GPUs")
 
@@ -198,7 +199,7 @@ def test_derivatives_in_both_modes(call, on):
 
 @pytest.fixture
 def by_nvshmem(monkeypatch):
-    found = _lowering.levels_over
+    found = primitives.levels_over
 
     def forced(*args):
         levels = found(*args)
@@ -208,7 +209,7 @@ def by_nvshmem(monkeypatch):
         return dataclasses.replace(levels, by_nvshmem=True)
 
     used: list[Levels] = []
-    monkeypatch.setattr(_lowering, "levels_over", forced)
+    monkeypatch.setattr(primitives, "levels_over", forced)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -400,8 +401,8 @@ def test_lowered_for_gpus(monkeypatch, call, kernels):
     machine = Machine("cuda", sm_count=132, link_gbps=320.0, is_here=False)
     monkeypatch.setattr(_heap, "why_not_usable", lambda platform, mesh, table: None)
     monkeypatch.setattr(_heap, "node_of", lambda platform: {d: d // 4 for d in range(8)})
-    monkeypatch.setattr(_dispatch, "machine_of", lambda platform, mesh: machine)
-    monkeypatch.setattr(_ffi, "register_targets", lambda platform: None)
+    monkeypatch.setattr(plans, "machine_of", lambda platform, mesh: machine)
+    monkeypatch.setattr(ffi_targets, "register_targets", lambda platform: None)
     mesh = make_mesh((8,))
     arrays = [
         jax.ShapeDtypeStruct((8, *shape), call.dtype)

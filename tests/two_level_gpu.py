@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _config, testing
-from jflux._dispatch import Path
+from jflux._call.plans import Path
 from jflux._ops._spec import collectives, products
 
 TP = "tp"

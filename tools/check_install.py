@@ -19,7 +19,8 @@ def mapped() -> set[str]:
 before = mapped()
 
 import jflux  # noqa: E402
-from jflux import _build_info, _native, _tuning  # noqa: E402
+from jflux import _build_info, _native  # noqa: E402
+from jflux._call import tuning_tables  # noqa: E402
 
 version, kind = sys.argv[1:]
 folder = pathlib.Path(jflux.__file__).parent
@@ -27,7 +28,7 @@ assert jflux.__version__ == version, jflux.__version__
 assert "site-packages" in folder.parts, folder
 assert _native.lib.built_with_cuda() == (kind == "cuda"), _build_info.CUDA_DETAIL
 for gpu in ("nvidia_h100_80gb_hbm3", "nvidia_h200"):
-    assert _tuning.shipped_table(gpu), f"the tuning table of {gpu} is missing"
+    assert tuning_tables.shipped_table(gpu), f"the tuning table of {gpu} is missing"
 
 libraries = ("libcuda.so", "libcudart", "libnvshmem")
 drivers = [name for name in mapped() - before if name.startswith(libraries)]

@@ -9,18 +9,18 @@ FLAGS = [
     "-Xcompiler=-fPIC,-fvisibility=hidden",
 ]
 
-# For Hopper, and for other GPUs sm_80 with its PTX; *_sm90.cu use what sm_90a alone has.
+# For Hopper, and for other GPUs sm_80 with its PTX.
 SM_90A = ["-gencode=arch=compute_90a,code=sm_90a"]
 PORTABLE = ["-gencode=arch=compute_80,code=[compute_80,sm_80]"]
 
 def _objects_impl(ctx):
     contexts = [dep[CcInfo].compilation_context for dep in ctx.attr.deps]
     outputs = []
-    for source in ctx.files.srcs:
-        output = ctx.actions.declare_file(source.short_path + ".pic.o")
+    for source in ctx.files.hopper_srcs + ctx.files.portable_srcs:
+        output = ctx.actions.declare_file(source.short_path.replace("../", "") + ".pic.o")
         args = ctx.actions.args()
         args.add_all(FLAGS + SM_90A)
-        if not source.basename.endswith("_sm90.cu"):
+        if source in ctx.files.portable_srcs:
             args.add_all(PORTABLE)
         for context in contexts:
             args.add_all(context.defines, format_each = "-D%s")
@@ -43,15 +43,20 @@ def _objects_impl(ctx):
 _objects = rule(
     implementation = _objects_impl,
     attrs = {
-        "srcs": attr.label_list(allow_files = [".cu"]),
+        "hopper_srcs": attr.label_list(allow_files = [".cu"]),
+        "portable_srcs": attr.label_list(allow_files = [".cu"]),
         "deps": attr.label_list(providers = [CcInfo]),
     },
 )
 
-def cuda_library(name, srcs, deps = [], **kwargs):
-    if NVCC and srcs:
-        _objects(name = name + "_objects", srcs = srcs, deps = deps)
+def cuda_library(name, hopper_srcs, portable_srcs, deps = [], **kwargs):
+    srcs = []
+    if NVCC:
         srcs = [name + "_objects"]
-    else:
-        srcs = []
+        _objects(
+            name = srcs[0],
+            hopper_srcs = hopper_srcs,
+            portable_srcs = portable_srcs,
+            deps = deps,
+        )
     native.cc_library(name = name, srcs = srcs, deps = deps, **kwargs)

@@ -11,7 +11,7 @@ are text.
 What lists all ops is made from the code, so that an op is documented where it is defined:
 
   {{ ops of jflux matmul }}       an entry for each op that jflux/__init__.py imports from
-                                  jflux/_ops, if its name has "matmul"
+                                  jflux/_ops/products or collectives, if its name has "matmul"
   {{ ops of jflux others }}       for each of the others
   {{ ops of jflux.reference }}    for each reference
   {{ table of ops }}              the table in README.md
@@ -30,7 +30,7 @@ from mkdocs.structure.files import File
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 _LIST = re.compile(r"^{{ ops of ([\w.]+)(?: (matmul|others))? }}$", re.M)
-_IMPORT = re.compile(r"^from \._ops\.\w+ import \w+ as (\w+)$", re.M)
+_IMPORT = re.compile(r"^from \._ops\.(?:products|collectives)\.\w+ import \w+ as (\w+)$", re.M)
 _FILES = {"jflux": "jflux/__init__.py", "jflux.reference": "jflux/reference.py"}
 _ROOT = pathlib.Path(__file__).parents[1]
 #: Files of the repository's root, and their pages.

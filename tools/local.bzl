@@ -73,7 +73,7 @@ def _cuda_impl(ctx):
     if mode == "ON" and not nvcc:
         fail("JFLUX_CUDA=ON, but no nvcc 12.5 or later was found")
     if not nvcc:
-        ctx.file("defs.bzl", "NVCC = None\n")
+        ctx.file("defs.bzl", "NVCC = None\nHOPPER = []\nPORTABLE = []\n")
         ctx.file("BUILD.bazel", """
 cc_library(
     name = "cudart",
@@ -91,8 +91,22 @@ cc_library(
         lib = root.get_child("lib")
     ctx.symlink(root.get_child("include"), "include")
     ctx.symlink(lib.get_child("libcudart_static.a"), "libcudart_static.a")
-    ctx.file("defs.bzl", "NVCC = %r\n" % nvcc)
+    ctx.path(Label("//:cc/ops/registry.cc"))  # after a change to it files are asked for again
+    program = ctx.path(Label("//:build_backend/kernel_files.py"))
+    defs = "NVCC = %r\n" % nvcc
+    for gpus in ("hopper", "portable"):
+        found = ctx.execute([_python(ctx), str(program), gpus, str(ctx.path("instances"))])
+        if found.return_code:
+            fail(found.stderr)
+        defs += "%s = %r\n" % (gpus.upper(), [
+            "@local_cuda//:instances/" + file.split("/instances/")[1] if "/instances/" in file else
+            "//:cc/" + file.split("/cc/")[-1]
+            for file in found.stdout.strip().split(";")
+        ])
+    ctx.file("defs.bzl", defs)
     ctx.file("BUILD.bazel", """
+exports_files(glob(["instances/*.cu"]))
+
 cc_library(
     name = "cudart",
     srcs = ["libcudart_static.a"],

@@ -189,7 +189,7 @@ __device__ __forceinline__ void AddRows(float (&acc)[kCount], const void* rows, 
   }
 }
 
-// The activations of jflux/_epilogue.py.
+// The activations of jflux/_ops/_epilogue.py.
 __device__ __forceinline__ float Silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 // (1 + erf would cancel where x is far below 0.)
 __device__ __forceinline__ float Gelu(float x) { return 0.5f * x * erfcf(-0.70710678f * x); }

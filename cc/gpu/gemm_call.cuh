@@ -91,6 +91,11 @@ __device__ __forceinline__ void LeaveCounters(const Args& args, Reset&& reset) {
   header->epoch_and_id = EpochWord(NextEpoch(EpochOfWord(header->epoch_and_id)));
 }
 
+template <typename Args>
+__device__ __forceinline__ void LeaveCounters(const Args& args) {
+  LeaveCounters(args, [](WorkspaceHeader*) {});
+}
+
 // The next chunk to send or peer's tile to receive, and the next chunk to copy to `gathered`.
 template <typename Args>
 __device__ __forceinline__ int32_t TakeTransfer(const Args& args) {

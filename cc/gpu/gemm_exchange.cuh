@@ -103,7 +103,7 @@ struct PeerExchange : ExchangeBase {
   }
   template <typename Args>
   static __device__ __forceinline__ void LeaveCounters(const Args& args) {
-    jflux::LeaveCounters(args, [](WorkspaceHeader*) {});
+    jflux::LeaveCounters(args);
   }
   template <typename Args>
   static __device__ __forceinline__ void Leave(const Args& args, const CallContext& call) {

@@ -1,6 +1,6 @@
 // The numbers of a GPU and its links that configurations depend on.
 //
-// Choosers (gpu/gemm_choice.h, cc/ops/*/*_config.h, gpu/senders.h) were fitted to measurements on
+// Choosers (gpu/gemm_choice.h, the ops' headers, gpu/senders.h) were fitted to measurements on
 // one reference machine. They take another machine's numbers as shares of the reference's.
 #ifndef JFLUX_GPU_MACHINE_H_
 #define JFLUX_GPU_MACHINE_H_
@@ -34,6 +34,14 @@ inline constexpr int32_t kMostSms = 144;
 // driver compiles the PTX. The portable code has no clusters (gpu/cluster.cuh). The products' main
 // loop (gpu/gemm_sm90.cuh) exists for sm_90a alone.
 inline constexpr int32_t kPortableArch = 80, kHopperArch = 90;
+
+// The GPUs that kernels are for, by the architecture of the code that they run.
+struct Gpus {
+  int32_t from, to;
+
+  bool Has(int32_t arch) const { return from <= arch && arch <= to; }
+};
+inline constexpr Gpus kHopper{kHopperArch, kHopperArch}, kPortable{kPortableArch, INT32_MAX};
 
 struct Machine {
   int32_t sm_count;      // 0: the CPU back end

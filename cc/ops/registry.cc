@@ -1,60 +1,54 @@
-// The lists of ops: one line for each. docs/adding_an_op.md says what else an op has.
+// The ops: a row for each folder of cc/ops. docs/adding_an_op.md says what else an op has.
+//
+//   FOLDER(Name,      Load<Name>Kernels loads what the folder's .cu files hold
+//          GPUs,      that they are compiled for (gpu/machine.h)
+//          OP(Name),  k<Name>Op, defined in the folder's _ffi.cc
+//          INSTANCE(format, layout of w))  an object of its own (runtime/gemm_instances_cuda.h)
 //
 // FFI targets, names in error messages, the loading of kernels, jflux._jflux.plan and its constants
-// follow from the Op. A local op needs no peers and no workspace (runtime/local_op.h).
-#include "runtime/local_op.h"
+// follow from the rows. The build reads them too (build_backend/kernel_files.py).
 #include "runtime/op.h"
 
-// An Op is named k<Name>Op, and defined in the <name>_ffi.cc of its folder.
-#define JFLUX_OPS(OP)            \
-  OP(AllGatherMatmul)            \
-  OP(MatmulReduceScatter)        \
-  OP(MatmulAllToAll)             \
-  OP(MatmulAllReduce)            \
-  OP(AllToAllMatmul)             \
-  OP(AllReduce)                  \
-  OP(AllGather)                  \
-  OP(AllToAll)                   \
-  OP(ReduceScatter)              \
-  OP(RaggedAllToAll)             \
-  OP(AllGatherGroupedMatmul)     \
-  OP(GroupedMatmulReduceScatter) \
-  OP(MoeDispatch)                \
-  OP(MoeCombine)                 \
-  OP(DecodeMerge)                \
-  OP(AllGatherAttention)
-
-#define JFLUX_LOCAL_OPS(OP)  \
-  OP(FlashAttention)         \
-  OP(FlashAttentionBackward) \
-  OP(FlashDecode)            \
-  OP(GroupedMatmul)          \
-  OP(GroupedMatmulDw)        \
-  OP(MoeRoute)               \
-  OP(MoeRows)
+#define JFLUX_FOLDERS(FOLDER, OP)                                                   \
+  FOLDER(AllGatherMatmul, kHopper, OP(AllGatherMatmul),                             \
+         INSTANCE(F16, kn) INSTANCE(F16, nk) INSTANCE(BF16, kn) INSTANCE(BF16, nk)) \
+  FOLDER(MatmulReduceScatter, kHopper, OP(MatmulReduceScatter))                     \
+  FOLDER(MatmulAllToAll, kHopper, OP(MatmulAllToAll))                               \
+  FOLDER(MatmulAllReduce, kHopper, OP(MatmulAllReduce))                             \
+  FOLDER(AllToAllMatmul, kHopper, OP(AllToAllMatmul))                               \
+  FOLDER(AllReduce, kPortable, OP(AllReduce))                                       \
+  FOLDER(Exchange, kPortable, OP(AllGather) OP(AllToAll) OP(ReduceScatter))         \
+  FOLDER(RaggedAllToAll, kPortable, OP(RaggedAllToAll))                             \
+  FOLDER(AllGatherGroupedMatmul, kHopper, OP(AllGatherGroupedMatmul))               \
+  FOLDER(GroupedMatmulReduceScatter, kHopper, OP(GroupedMatmulReduceScatter))       \
+  FOLDER(MoeDispatch, kHopper, OP(MoeDispatch) OP(MoeCombine))                      \
+  FOLDER(DecodeMerge, kPortable, OP(DecodeMerge))                                   \
+  FOLDER(AllGatherAttention, kHopper, OP(AllGatherAttention))                       \
+  FOLDER(FlashAttention, kHopper, OP(FlashAttention) OP(FlashAttentionBackward))    \
+  FOLDER(FlashDecode, kPortable, OP(FlashDecode))                                   \
+  FOLDER(GroupedMatmul, kHopper, OP(GroupedMatmul) OP(GroupedMatmulDw))             \
+  FOLDER(MoeRoute, kPortable, OP(MoeRoute))                                         \
+  FOLDER(MoeRows, kPortable, OP(MoeRows))
 
 namespace jflux {
 
-#define JFLUX_DECLARE(Name) extern const Op k##Name##Op;
-JFLUX_OPS(JFLUX_DECLARE)
-#undef JFLUX_DECLARE
+#define JFLUX_DECLARE_OP(Name) extern const Op k##Name##Op;
+#define JFLUX_DECLARE(Name, gpus, ops, ...)     \
+  bool Load##Name##Kernels(std::string* error); \
+  ops
+JFLUX_FOLDERS(JFLUX_DECLARE, JFLUX_DECLARE_OP)
 
-#define JFLUX_DECLARE(Name) extern const LocalOp k##Name##Op;
-JFLUX_LOCAL_OPS(JFLUX_DECLARE)
-#undef JFLUX_DECLARE
-
-const std::vector<const Op*>& AllOps() {
-#define JFLUX_LIST(Name) &k##Name##Op,
-  static const std::vector<const Op*> kOps = {JFLUX_OPS(JFLUX_LIST)};
-#undef JFLUX_LIST
-  return kOps;
+const std::vector<OpFolder>& AllFolders() {
+#define JFLUX_LIST_OP(Name) &k##Name##Op,
+#define JFLUX_LIST(Name, gpus, ops, ...) {gpus, JFLUX_IF_CUDA(Load##Name##Kernels), {ops}},
+  static const std::vector<OpFolder> kAll = {JFLUX_FOLDERS(JFLUX_LIST, JFLUX_LIST_OP)};
+  return kAll;
 }
 
-const std::vector<const LocalOp*>& AllLocalOps() {
-#define JFLUX_LIST(Name) &k##Name##Op,
-  static const std::vector<const LocalOp*> kOps = {JFLUX_LOCAL_OPS(JFLUX_LIST)};
-#undef JFLUX_LIST
-  return kOps;
+const std::vector<const Op*>& AllOps() {
+#define JFLUX_OPS(Name, gpus, ops, ...) ops
+  static const std::vector<const Op*> kAll = {JFLUX_FOLDERS(JFLUX_OPS, JFLUX_LIST_OP)};
+  return kAll;
 }
 
 const Op* FindOp(const std::string& name) {

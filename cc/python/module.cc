@@ -271,7 +271,10 @@ NB_MODULE(_jflux, m) {
     const JfluxChoice c{choice[0], choice[1], choice[2], choice[3]};
     return jflux_is_possible(&c) != 0;
   });
-  m.def("least_arch", &jflux_least_arch);
+  m.def("gpus", [](const char* op) {
+    const JfluxGpus gpus = jflux_gpus(op);
+    return nb::make_tuple(gpus.from, gpus.to);
+  });
   m.def("most_splits", &jflux_most_splits);
   m.def("plan", &Plan);
   m.def("constants", &Constants);

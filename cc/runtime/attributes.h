@@ -107,7 +107,7 @@ std::optional<ffi::Error> ReadAttributes(OpId op, const ffi::Dictionary& attribu
 
 inline constexpr int64_t kMostPlannedSms = 1 << 16;
 
-// The attributes that every call has (jflux/_lowering.py).
+// The attributes that every call has (jflux/_call/primitives.py).
 struct CallAttributes {
   Int64s groups;     // [number of groups][world] global device ids, in rank order
   int64_t site = 0;  // unique in the module; on CPUs see runtime/cpu_call.h
@@ -131,9 +131,9 @@ struct CallAttributes {
   }
 };
 
-// The attributes that every product has (jflux/_ops/_product_plan.py). `choice` and `senders` are
-// the plan of the product (runtime/product_plan.h), `outer` and `inner` say how its rows lie
-// (core/rows.h).
+// The attributes that every product has (jflux/_ops/products/_product_plan.py). `choice` and
+// `senders` are the plan of the product (runtime/product_plan.h), `outer` and `inner` say how its
+// rows lie (core/rows.h).
 struct ProductAttributes {
   CallAttributes call;
   Int64s choice;

@@ -159,8 +159,12 @@ typedef struct {
 JFLUX_API int jflux_choices(JfluxChoice* choices, int capacity);
 // Whether there are kernels for the configuration.
 JFLUX_API int jflux_is_possible(const JfluxChoice* choice);
-// The least architecture that an op's kernels are compiled for (Op::least_arch); 0: no such op.
-JFLUX_API int32_t jflux_least_arch(const char* op);
+// The GPUs that an op's kernels are for: architectures from one to another (gpu/machine.h). Another
+// op's kernels are compiled by its user, for any.
+typedef struct {
+  int32_t from, to;
+} JfluxGpus;
+JFLUX_API JfluxGpus jflux_gpus(const char* op);
 // How many CTAs may share the k of a tile in calls of few rows; 1 for an op that is not tuned so.
 JFLUX_API int jflux_most_splits(const char* op);
 

@@ -7,10 +7,9 @@
 #include "core/dtype.h"
 #include "core/layout.h"
 #include "gpu/gemm_config.h"
-#include "ops/grouped_matmul/grouped_matmul_config.h"
+#include "ops/grouped_matmul/grouped_matmul.h"
 #include "runtime/capi.h"
 #include "runtime/ffi.h"
-#include "runtime/local_op.h"
 #include "runtime/op.h"
 #include "runtime/reason.h"
 
@@ -40,23 +39,15 @@ const JfluxTarget* jflux_targets(void) {
     auto* list = new std::vector<JfluxTarget>;
     for (const jflux::Op* op : jflux::AllOps()) {
       const char* name = KeptForever(std::string("jflux_") + op->name);
-      list->push_back({name, "cpu", reinterpret_cast<void*>(jflux::InstantiateCallSite),
-                       reinterpret_cast<void*>(op->cpu)});
-      if (op->cuda == nullptr) continue;
+      const auto add = [&](const char* platform, auto* instantiate, XLA_FFI_Handler* handler) {
+        if (handler == nullptr) return;
+        void* state = op->IsLocal() ? nullptr : reinterpret_cast<void*>(instantiate);
+        list->push_back({name, platform, state, reinterpret_cast<void*>(handler)});
+      };
+      add("cpu", jflux::InstantiateCallSite, op->cpu);
 #ifdef JFLUX_WITH_CUDA
-      list->push_back({name, "CUDA", reinterpret_cast<void*>(jflux::InstantiateWorkspaceUse),
-                       reinterpret_cast<void*>(op->cuda)});
+      add("CUDA", jflux::InstantiateWorkspaceUse, op->cuda);
 #endif
-    }
-    for (const jflux::LocalOp* op : jflux::AllLocalOps()) {
-      if (op->cpu == nullptr && op->cuda == nullptr) continue;
-      const char* name = KeptForever(std::string("jflux_") + op->name);
-      if (op->cpu != nullptr) {
-        list->push_back({name, "cpu", nullptr, reinterpret_cast<void*>(op->cpu)});
-      }
-      if (op->cuda != nullptr) {
-        list->push_back({name, "CUDA", nullptr, reinterpret_cast<void*>(op->cuda)});
-      }
     }
     // No op: a check of values, which GPUs do not make.
     list->push_back(
@@ -81,7 +72,7 @@ const char* jflux_plan(const char* op, const JfluxField* call, int call_count, i
                        double link_gbps, int32_t arch, JfluxField* plan, int capacity, int* count) {
   thread_local jflux::Fields kept;  // holds the names
   const jflux::Op* found = jflux::FindOp(op);
-  if (found == nullptr) return Reason(std::string("jflux has no op ") + op);
+  if (found == nullptr || found->IsLocal()) return Reason(std::string("jflux has no op ") + op);
   if (sm_count < 0 || !(link_gbps >= 0)) return Reason("a machine has no negative numbers");
   jflux::Fields fields;
   for (int i = 0; i < call_count; ++i) fields[call[i].name] = call[i].value;
@@ -143,12 +134,13 @@ int jflux_is_possible(const JfluxChoice* c) {
   return jflux::IsPossible({c->tile_n, c->cluster_m, c->group_m, c->splits});
 }
 
-int32_t jflux_least_arch(const char* op) {
-  if (const jflux::Op* found = jflux::FindOp(op)) return found->least_arch;
-  for (const jflux::LocalOp* local : jflux::AllLocalOps()) {
-    if (std::strcmp(op, local->name) == 0) return local->least_arch;
+JfluxGpus jflux_gpus(const char* op) {
+  for (const jflux::OpFolder& folder : jflux::AllFolders()) {
+    for (const jflux::Op* known : folder.ops) {
+      if (std::strcmp(op, known->name) == 0) return {folder.gpus.from, folder.gpus.to};
+    }
   }
-  return 0;
+  return {0, INT32_MAX};
 }
 
 int jflux_most_splits(const char* op) {

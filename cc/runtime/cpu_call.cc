@@ -74,7 +74,7 @@ struct Pending {
 };
 
 // The low bits of CpuCallSite::name are the call's place in the program, the others name the
-// program (jflux/_call_names.py).
+// program (jflux/_call/call_names.py).
 constexpr int kCallBits = 20;
 
 // A program, as all processes name it, and a group.

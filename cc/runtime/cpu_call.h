@@ -33,8 +33,8 @@
 //
 //             in this process               in all processes that have ranks of the group
 //   site      its state, which XLA makes    the attribute `site`, which Python makes of the program
-//             for each call of an           and of the call's place in it (jflux/_call_names.py)
-//             executable
+//             for each call of an           and of the call's place in it
+//             (jflux/_call/call_names.py) executable
 //   run       XLA's run id, new for each    the first, second, ... run of that program over the
 //             execution                     group since the heap was made, in the order in which
 //                                           the runs make their first calls: XLA runs a device's

@@ -7,6 +7,9 @@
 
 #include "gpu/device_state.h"
 
+// As in CUDA's headers: an op's header declares its launcher, and host code without CUDA reads it.
+typedef struct CUstream_st* cudaStream_t;
+
 namespace jflux {
 
 // A device of this process.

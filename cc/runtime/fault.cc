@@ -7,7 +7,6 @@
 #include <mutex>
 
 #include "nvshmem/node_exchange.h"
-#include "runtime/local_op.h"
 #include "runtime/op.h"
 
 namespace jflux {
@@ -32,9 +31,6 @@ OpId CustomOp(const std::string& name) {
 
 const char* NameOf(OpId op) {
   for (const Op* known : AllOps()) {
-    if (known->id == op) return known->name;
-  }
-  for (const LocalOp* known : AllLocalOps()) {
     if (known->id == op) return known->name;
   }
   if (op == kNodeExchangeId) return "node_exchange";

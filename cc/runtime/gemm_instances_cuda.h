@@ -6,7 +6,8 @@
 //   kMayLendStage     whether tiles may lend a stage (gpu/gemm_smem.cuh)
 //
 // Kernels are compiled where GemmFamily is instantiated: in the op's own file; or, for an op that
-// takes minutes, in one file for each type and layout, and the op's header says `extern template`.
+// takes minutes, in a file for each INSTANCE of its row in cc/ops/registry.cc, which the build
+// writes, and the op's header says JFLUX_INSTANCES_APART.
 #ifndef JFLUX_RUNTIME_GEMM_INSTANCES_CUDA_H_
 #define JFLUX_RUNTIME_GEMM_INSTANCES_CUDA_H_
 
@@ -15,6 +16,7 @@
 
 #include <iterator>
 #include <string>
+#include <type_traits>
 
 #include "gpu/gemm_config.h"
 #include "gpu/gemm_sm90.cuh"
@@ -94,16 +96,21 @@ struct LaunchInstance {
   }
 };
 
-// The kernels for one type and layout of w.
-template <typename Instances, typename T, bool kTransposeRhs>
+// The C++ type of a format.
+template <DType kFormat>
+using GemmType = std::conditional_t<kFormat == DType::kF16, __half, __nv_bfloat16>;
+
+// The kernels for one format and layout of w.
+template <typename Instances, DType kFormat, bool kTransposeRhs>
 struct GemmFamily {
+  using T = GemmType<kFormat>;
   static bool Load(std::string* error);
   // False, and nothing said, if there is no kernel for the choice.
   static bool Launch(const GemmChoice& choice, const LaunchInstance<Instances>& launch);
 };
 
-template <typename Instances, typename T, bool kTransposeRhs>
-bool GemmFamily<Instances, T, kTransposeRhs>::Load(std::string* error) {
+template <typename Instances, DType kFormat, bool kTransposeRhs>
+bool GemmFamily<Instances, kFormat, kTransposeRhs>::Load(std::string* error) {
   for (const GemmChoice& c : kCompiled) {
     if (!WithTile<T, kTransposeRhs, Instances::kMayLendStage>(c, LoadInstance<Instances>{error})) {
       return false;
@@ -112,18 +119,18 @@ bool GemmFamily<Instances, T, kTransposeRhs>::Load(std::string* error) {
   return true;
 }
 
-template <typename Instances, typename T, bool kTransposeRhs>
-bool GemmFamily<Instances, T, kTransposeRhs>::Launch(const GemmChoice& choice,
-                                                     const LaunchInstance<Instances>& launch) {
+template <typename Instances, DType kFormat, bool kTransposeRhs>
+bool GemmFamily<Instances, kFormat, kTransposeRhs>::Launch(
+    const GemmChoice& choice, const LaunchInstance<Instances>& launch) {
   return WithTile<T, kTransposeRhs, Instances::kMayLendStage>(choice, launch);
 }
 
 template <typename Instances>
 bool LoadGemmInstances(std::string* error) {
-  return GemmFamily<Instances, __half, false>::Load(error) &&
-         GemmFamily<Instances, __half, true>::Load(error) &&
-         GemmFamily<Instances, __nv_bfloat16, false>::Load(error) &&
-         GemmFamily<Instances, __nv_bfloat16, true>::Load(error);
+  return GemmFamily<Instances, DType::kF16, false>::Load(error) &&
+         GemmFamily<Instances, DType::kF16, true>::Load(error) &&
+         GemmFamily<Instances, DType::kBF16, false>::Load(error) &&
+         GemmFamily<Instances, DType::kBF16, true>::Load(error);
 }
 
 template <typename Instances>
@@ -132,15 +139,22 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
   *error = "no kernel has tiles of " + std::to_string(choice.tile_n) + " columns, clusters of " +
            std::to_string(choice.cluster_m) + " and k in " + std::to_string(choice.splits);
   const LaunchInstance<Instances> launch{args, num_tiles, sm_count, choice.splits, stream, error};
-  const auto with_type = [&](auto type) {
-    using T = decltype(type);
-    return transpose_rhs ? GemmFamily<Instances, T, true>::Launch(choice, launch)
-                         : GemmFamily<Instances, T, false>::Launch(choice, launch);
+  const auto with_format = [&](auto format) {
+    return transpose_rhs ? GemmFamily<Instances, format(), true>::Launch(choice, launch)
+                         : GemmFamily<Instances, format(), false>::Launch(choice, launch);
   };
-  return dtype == DType::kF16 ? with_type(__half{}) : with_type(__nv_bfloat16{});
+  return dtype == DType::kF16 ? with_format(std::integral_constant<DType, DType::kF16>{})
+                              : with_format(std::integral_constant<DType, DType::kBF16>{});
 }
 
-// The tensor map of w as LoadB (gpu/load_rhs_sm90.cuh) reads it. `halves`: w is half of a tile's
+// The files of an op's instances have its kernels, and no other file.
+#define JFLUX_INSTANCES_APART(Instances)                             \
+  extern template struct GemmFamily<Instances, DType::kF16, false>;  \
+  extern template struct GemmFamily<Instances, DType::kF16, true>;   \
+  extern template struct GemmFamily<Instances, DType::kBF16, false>; \
+  extern template struct GemmFamily<Instances, DType::kBF16, true>
+
+// The tensor map of w as LoadB (gpu/gemm_operands_sm90.cuh) reads it. `halves`: w is half of a tile's
 // columns.
 inline bool EncodeRhsMap(CUtensorMap* map, DType dtype, const void* w, int64_t k, int64_t n,
                          bool transpose_rhs, bool halves, const GemmChoice& choice,

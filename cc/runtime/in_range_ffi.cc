@@ -1,5 +1,6 @@
 // The handler of a check on CPUs: integers as they are, or the call's error with the first one that
-// is out of bounds. A GPU's handler does not know them when it runs. Python: jflux/_checks.py.
+// is out of bounds. A GPU's handler does not know them when it runs. Python:
+// jflux/_call/value_checks.py.
 #include <algorithm>
 #include <cstdint>
 #include <limits>

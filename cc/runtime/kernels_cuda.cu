@@ -8,7 +8,6 @@
 #include "gpu/machine.h"
 #include "runtime/cuda_check.h"
 #include "runtime/kernels_cuda.h"
-#include "runtime/local_op.h"
 #include "runtime/op.h"
 
 namespace jflux {
@@ -60,14 +59,8 @@ bool LoadedArch(int* arch, std::string* error) {
 bool LoadKernels(std::string* error) {
   int arch = 0;
   if (!LoadedArch(&arch, error)) return false;
-  const auto load = [&](const auto& op) {
-    return op.load_kernels == nullptr || op.least_arch > arch || op.load_kernels(error);
-  };
-  for (const Op* op : AllOps()) {
-    if (!load(*op)) return false;
-  }
-  for (const LocalOp* op : AllLocalOps()) {
-    if (!load(*op)) return false;
+  for (const OpFolder& folder : AllFolders()) {
+    if (folder.gpus.Has(arch) && !folder.load_kernels(error)) return false;
   }
   return true;
 }

@@ -1,4 +1,4 @@
-// Code around the launch of every local op's CUDA handler (runtime/local_op.h).
+// Code around the launch of every local op's CUDA handler (runtime/op.h).
 #ifndef JFLUX_RUNTIME_LOCAL_CUDA_CALL_H_
 #define JFLUX_RUNTIME_LOCAL_CUDA_CALL_H_
 

@@ -22,8 +22,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from .. import _config, _ffi, _gpu_code, _mesh, _version
+from .. import _config, _version
+from .._call import ffi_targets, gpu_code
 from .._native import lib
+from .._ranks import meshes
 from . import _fork, _making, _nodes, _nvshmem, _rendezvous, _report, _workspaces
 from ._agreement import BLOCK, Request
 from ._nodes import Facts, Job
@@ -226,7 +228,7 @@ def why_no_nvshmem(mesh: Mesh, table: np.ndarray) -> str | None:
     Args:
       table: global device ids, [number of groups, ranks].
     """
-    if not _mesh.belongs_here(mesh) or _platform_of(mesh.devices.flat[0]) != "cuda":
+    if not meshes.belongs_here(mesh) or _platform_of(mesh.devices.flat[0]) != "cuda":
         return "the program is for GPUs that are not here"
     job = _ensure("cuda")
     if job.backend != _nvshmem.NAME:
@@ -281,8 +283,8 @@ def sm_count() -> int:
 
 
 def kernel_arch() -> int:
-    """Of the kernels' code that all GPUs of the job run (`_gpu_code`)."""
-    return _ensure("cuda").arch or _gpu_code.HOPPER
+    """Of the kernels' code that all GPUs of the job run (`gpu_code`)."""
+    return _ensure("cuda").arch or gpu_code.HOPPER
 
 
 def why_not_usable(platform: str, mesh: Mesh, table: np.ndarray) -> str | None:
@@ -293,7 +295,7 @@ def why_not_usable(platform: str, mesh: Mesh, table: np.ndarray) -> str | None:
       table: global device ids, [number of groups, ranks].
     """
     device = mesh.devices.flat[0]
-    if not _mesh.belongs_here(mesh):  # a topology to compile for
+    if not meshes.belongs_here(mesh):  # a topology to compile for
         return _why_no_cuda() if platform == "cuda" else None
     if _platform_of(device) != platform:
         return f"it is lowered for {platform}, and the mesh's devices are {device.platform} devices"
@@ -357,10 +359,10 @@ def _why_no_cuda() -> str | None:
     """Why this process's GPUs run no kernels."""
     if not lib.built_with_cuda():
         return "this build of jflux has no CUDA kernels (reinstall with JFLUX_CUDA=ON)"
-    if flag := _ffi.concurrent_flag(os.environ.get("XLA_FLAGS", "")):
+    if flag := ffi_targets.concurrent_flag(os.environ.get("XLA_FLAGS", "")):
         return f"XLA_FLAGS has {flag}: two kernels that wait for peers could run at once on a GPU"
     try:
-        _gpu_code.arch_here()
+        gpu_code.arch_here()
     except RuntimeError as error:
         return str(error)
     return None
@@ -481,7 +483,7 @@ def _facts(platform: str, members: _making.Members) -> Facts:
     """What this process says of itself."""
     why_no_cuda = _why_no_cuda() if platform == "cuda" else None
     backend = _settings.backend
-    arch = _gpu_code.arch_here() if platform == "cuda" and not why_no_cuda else 0
+    arch = gpu_code.arch_here() if platform == "cuda" and not why_no_cuda else 0
     sizes = [getattr(d, "core_count", None) for d in jax.local_devices(backend=platform)]
     return Facts(
         process=members.me,

@@ -32,7 +32,7 @@ class Facts:
       unusable: why its devices run no kernels; "" if they do.
       build: the version of jflux.
       sm_count: multiprocessors of its smallest GPU; 0 on CPUs.
-      arch: of the kernels' code that its GPUs run (`_gpu_code`); 0 on CPUs.
+      arch: of the kernels' code that its GPUs run (`gpu_code`); 0 on CPUs.
       backend: what jflux.init was asked for: "nvshmem", or "" for the usual one.
       no_nvshmem: why it cannot use NVSHMEM; "" if it can, or was not asked to.
       arena: bytes that it has had of NVSHMEM since an earlier heap; 0 if NVSHMEM has not started.

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from .. import _gpu_code
+from .._call import gpu_code
 from .._native import lib
 from ._nodes import Facts
 
@@ -75,7 +75,7 @@ def plugin() -> str:
     return named or str(Path(lib.__file__).absolute().with_name("libjflux_nvshmem.so"))
 
 
-def why_not_here(platform: str, devices: int, arch: int = _gpu_code.HOPPER) -> str:
+def why_not_here(platform: str, devices: int, arch: int = gpu_code.HOPPER) -> str:
     """Why this process cannot use NVSHMEM; "" if it can. Loads it.
 
     Args:
@@ -83,7 +83,7 @@ def why_not_here(platform: str, devices: int, arch: int = _gpu_code.HOPPER) -> s
     """
     if platform != "cuda":
         return f"NVSHMEM is for GPUs, and this process has the platform {platform}"
-    if arch < _gpu_code.HOPPER:
+    if arch < gpu_code.HOPPER:
         return "jflux's NVSHMEM plugin is for compute capability 9.0"
     if devices != 1:
         return (

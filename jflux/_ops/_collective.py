@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from numpy.lib.array_utils import normalize_axis_index
 
-from .._mesh import axes_and_groups
+from .._ranks.meshes import axes_and_groups
 from . import _lax
 
 #: (dimension, ndim) -> the dimension, not negative; raises for one that there is not.
@@ -65,7 +65,7 @@ class Collective:
         assert_never(self.kind)
 
     def lax(self, x: Any, axis_name: Any) -> Any:
-        """The collective in plain `lax`. `axis_name` may be a `Part` too."""
+        """The collective in plain `lax`. `axis_name` may be a `Subgroups` too."""
         names, groups = axes_and_groups(axis_name)
         if groups is not None and len(groups[0]) == 1:
             return x

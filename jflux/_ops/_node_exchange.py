@@ -22,7 +22,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 from jax.sharding import Mesh
 
-from .. import _config, _explain, _ffi, _heap, _jax_internals, _mesh, _native
+from .. import _config, _heap, _jax_internals, _native
+from .._call import explain, ffi_targets
+from .._ranks import meshes
 from . import _lax
 
 #: Positions along the axes in rank order; all groups are equally large.
@@ -135,7 +137,7 @@ def _block_bytes(x: Any, params: Params) -> int:
 
 def group_table(mesh: Mesh, params: Params) -> np.ndarray:
     """Global device ids, int64 [number of groups, ranks], in rank order."""
-    table = _mesh.group_table(mesh, params.axis_names)
+    table = meshes.group_table(mesh, params.axis_names)
     return table[:, np.array(params.groups)].reshape(-1, params.world)
 
 
@@ -178,7 +180,7 @@ def _lower_reference(ctx: Any, x: Any, *, params: Params) -> Any:
 
 def _lower_cuda(ctx: Any, x: Any, *, params: Params) -> Any:
     (aval,) = ctx.avals_in
-    mesh = _mesh.concrete_mesh_of(ctx.module_context, params.axis_names)
+    mesh = meshes.concrete_mesh_of(ctx.module_context, params.axis_names)
     why = why_not(aval, params, mesh)
     if why is not None:
         return _lower_reference(ctx, x, params=params)
@@ -186,13 +188,13 @@ def _lower_cuda(ctx: Any, x: Any, *, params: Params) -> Any:
     table, block_bytes = group_table(mesh, params), _block_bytes(aval, params)
     bytes_ = _native.lib.node_exchange_plan(params.kind, params.world, params.steps, block_bytes)
     if _config.config.current().recorder is None:
-        operands = _explain.describe(ctx.avals_in)
+        operands = explain.describe(ctx.avals_in)
         program = ctx.module_context.module
         why = _heap.reserve("cuda", table, "node_exchange", operands, bytes_, program)
         if why is not None:
             _config.fall_back("node_exchange", f"{operands}: {why}")
             return _lower_reference(ctx, x, params=params)
-    _ffi.register_targets("cuda")
+    ffi_targets.register_targets("cuda")
     return jax.ffi.ffi_lowering("jflux_node_exchange")(
         ctx,
         x,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .. import _dispatch
+from .._call import plans
 from ._collective import Collective
 
 
@@ -154,14 +154,13 @@ class OpSpec:
 
 @functools.cache
 def all_ops() -> Mapping[str, OpSpec]:
-    """The specs of all ops by name: every file of this folder that has no underscore has some, as
-    `SPECS`."""
+    """The specs of all ops by name: those that files of this folder's folders have, as `SPECS`."""
     found: dict[str, OpSpec] = {}
     package = importlib.import_module(__package__)
-    for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
-        if not module.startswith("_"):
-            specs = importlib.import_module(f"{__package__}.{module}").SPECS
-            found |= {spec.name: spec for spec in specs}
+    names = [m.name for m in pkgutil.walk_packages(package.__path__, f"{__package__}.")]
+    for name in sorted(names, key=lambda name: name.rpartition(".")[2]):
+        specs = getattr(importlib.import_module(name), "SPECS", ())
+        found |= {spec.name: spec for spec in specs}
     return found
 
 
@@ -180,5 +179,5 @@ def ops_with_checked_kernels(platform: str) -> list[OpSpec]:
     return [
         spec
         for spec in all_ops().values()
-        if platform == "cpu" or _dispatch.why_unchecked(spec.checked_on_gpus) is None
+        if platform == "cpu" or plans.why_unchecked(spec.checked_on_gpus) is None
     ]

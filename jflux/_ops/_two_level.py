@@ -29,11 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import _epilogue, _mesh
-from .._levels import Levels
-from . import _lax, _node_exchange, _product
+from .._ranks import meshes
+from .._ranks.node_levels import Levels
+from . import _epilogue, _lax, _node_exchange
 from ._collective import Collective
 from ._two_level_plan import NODE_BYTES_PER_SECOND, NODE_LATENCY
+from .products import _product
 
 # ---- Between nodes -------------------------------------------------------------------------------
 
@@ -88,7 +89,7 @@ class Transfers:
         """x of all counterparts, in a new dimension."""
         if self.levels.by_nvshmem:
             return jnp.moveaxis(_node_exchange.gather(x, *self._between()), 0, dimension)
-        names, groups = _mesh.axes_and_groups(self.levels.between)
+        names, groups = meshes.axes_and_groups(self.levels.between)
         return self._chained(
             x, lambda x: _lax.all_gather(x, names, axis_index_groups=groups, axis=dimension)
         )
@@ -176,7 +177,7 @@ def of_node(array: Any, dimension: int, node: Any, levels: Levels) -> Any:
     return lax.dynamic_slice_in_dim(array, node * size, size, dimension)
 
 
-def own_part(array: Any, levels: Levels) -> Any:
+def own_block(array: Any, levels: Levels) -> Any:
     """This rank's block of an array whose first dimension has a block for each rank of a node."""
     _, place = place_of(levels)
     size = array.shape[0] // levels.local
@@ -193,7 +194,7 @@ def chunk_of(array: Any, dimension: int, blocks: int, index: int, chunks: int) -
     return merge(part, dimension)
 
 
-class _Placed:
+class _Concatenated:
     """A result that is put together along a dimension: one block for each rank of each node."""
 
     def __init__(self, dimension: int, chunked: int | None, chunks: int, levels: Levels) -> None:
@@ -251,10 +252,10 @@ def chunked_dimension(collective: Collective, ndim: int) -> int | None:
 
 def _result(
     dimension: int | None, chunked: int | None, chunks: int, levels: Levels, wide: Any
-) -> _Placed | _Summed:
+) -> _Concatenated | _Summed:
     if dimension is None:
         return _Summed(chunked, chunks, wide)
-    return _Placed(dimension, chunked, chunks, levels)
+    return _Concatenated(dimension, chunked, chunks, levels)
 
 
 def x_travels(

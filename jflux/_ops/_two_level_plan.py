@@ -6,10 +6,11 @@ import dataclasses
 import math
 from typing import Any, Protocol
 
-from .. import _config, _dispatch
-from .._dispatch import MEASURED_TFLOPS, Arrays, Machine, Path, Plan
-from .._levels import Levels
-from . import _product_plan
+from .. import _config
+from .._call import plans
+from .._call.plans import MEASURED_TFLOPS, Arrays, Machine, Path, Plan
+from .._ranks.node_levels import Levels
+from .products import _product_plan
 
 #: The rate at which a rank sends to other nodes, with one 400 Gb/s network card for each GPU. This
 #: figure and the three below it are assumptions, not measurements.
@@ -52,13 +53,13 @@ class Step:
 
 
 class PlanRule(Protocol):
-    """The same as `_lowering.PlanRule`, which this module cannot import."""
+    """The same as `primitives.PlanRule`, which this module cannot import."""
 
     def __call__(self, arrays: Arrays, params: Any, machine: Machine) -> Plan: ...
 
 
 class TwoLevelPlanRule(Protocol):
-    """The same as `_lowering.TwoLevelPlanRule`."""
+    """The same as `primitives.TwoLevelPlanRule`."""
 
     def __call__(self, arrays: Arrays, params: Any, machine: Machine, levels: Levels) -> Plan: ...
 
@@ -89,7 +90,7 @@ def chunks_of(step: Step) -> int:
 def plan_product(step: Step, params: Any, levels: Levels) -> Plan:
     """The plan of a product over two levels: a pure function, but for the thread's switches."""
     if step.rows < FEWEST_ROWS and _product_plan.why_kernel(params) is None:
-        return _dispatch.decomposed(
+        return plans.decomposed(
             f"{levels}, and {step.rows} rows of the product for each are fewer than {FEWEST_ROWS}"
         )
     forced = _config.config.current().node_chunks
@@ -110,7 +111,7 @@ def two_level(levels: Levels, words: str, **config: int) -> Plan:
 
 def lax_alone(levels: Levels) -> Plan:
     """The plan of a collective that has nobody to talk to inside its node."""
-    return _dispatch.reference(f"{levels}: nothing of it runs inside a node")
+    return plans.reference(f"{levels}: nothing of it runs inside a node")
 
 
 def reference_inside(
@@ -130,7 +131,7 @@ def reference_inside(
 
 
 def plan_rule(plan: PlanRule, step: StepRule) -> TwoLevelPlanRule:
-    """The two-level plan rule of a product, for `_lowering.Rules`.
+    """The two-level plan rule of a product, for `primitives.Rules`.
 
     Args:
       plan: the op's plan rule for ranks of one node.

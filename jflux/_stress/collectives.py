@@ -13,9 +13,9 @@ from jax import lax
 
 import jflux
 
-from .. import _norm
+from .._ops import _norm
 from .._ops._spec import OpSpec, ops_with_checked_kernels
-from .._ops.all_reduce import ALGORITHMS
+from .._ops.collectives.all_reduce import ALGORITHMS
 from . import calls
 from .calls import HALVES
 from .cases import FLOATS, ROWS, Case, Data, Output, Place, exchanged_by, sums_of

@@ -11,8 +11,9 @@ from jax import lax
 
 import jflux
 
-from .. import _mesh, moe
-from .._attention import decode_merge
+from .. import moe
+from .._ops.attention import decode_merge
+from .._ranks import meshes
 from . import calls
 from .cases import Case, Data, Output, Place, exchanged_by
 
@@ -42,7 +43,7 @@ def dispatch(rng: random.Random, place: Place) -> Case:
             x, indices, weights, num_experts=experts, axis_name=name, layout=layout,
             partial_sums=sums,
         )  # fmt: skip
-        rank = lax.axis_index(_mesh.as_tuple(name))
+        rank = lax.axis_index(meshes.as_tuple(name))
         numbers = (rank * local + jnp.arange(local) + 1).astype(x.dtype)
         if layout == "masked":
             y = d.rows * numbers[:, None, None]

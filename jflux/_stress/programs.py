@@ -17,8 +17,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .. import _config, _heap, _lowering, _mesh, _native, _tuning
+from .. import _config, _heap, _native
+from .._call import primitives, tuning_tables
 from .._ops._spec import OpSpec, ops_with_checked_kernels
+from .._ranks import meshes
 from . import attention, calls, cases, collectives, mixtures, products
 from .cases import Case, Data
 
@@ -110,8 +112,8 @@ def _place(
         axis_name = rng.choice([*names, tuple(rng.sample(names, len(names)))])
         if not 1 < calls.world_of(mesh, axis_name) <= _native.MAX_RANKS:
             continue
-        table = _mesh.group_table(mesh, calls.as_tuple(axis_name))
-        levels = _lowering.levels_over(platform, mesh, calls.as_tuple(axis_name))
+        table = meshes.group_table(mesh, calls.as_tuple(axis_name))
+        levels = primitives.levels_over(platform, mesh, calls.as_tuple(axis_name))
         fits = levels is None or not (isinstance(levels, str) or (inside and attempt < 500))
         if fits and _heap.why_not_usable(platform, mesh, table) is None:
             break
@@ -126,7 +128,7 @@ def draw_choice(rng: random.Random, platform: str) -> Any:
     """A configuration that is compiled, or none."""
     if platform != "cuda" or rng.random() < 0.5:
         return None
-    choice = rng.choice(_tuning.compiled())
+    choice = rng.choice(tuning_tables.compiled())
     if (choice.tile_n, choice.cluster_m) == (128, 1):
         choice = dataclasses.replace(choice, splits=rng.choice([1, 2, 4]))
     return dataclasses.replace(choice, group_m=rng.choice([0, 1, 3, choice.group_m]))
@@ -190,7 +192,7 @@ def draw(
     def settings() -> Iterator[None]:
         with (
             calls.x64_if(*[jnp.float64] * place.wide),
-            _tuning.force(choice) if choice else contextlib.nullcontext(),
+            tuning_tables.force(choice) if choice else contextlib.nullcontext(),
             _config.override(chunked=True) if chunked else contextlib.nullcontext(),
         ):
             yield

@@ -8,7 +8,7 @@ into models that exist, as their layers' ``dot_general``.
 import importlib
 from typing import TYPE_CHECKING
 
-from .._ops.grouped_matmul import ragged_dot as ragged_dot
+from .._ops.products.grouped_matmul import ragged_dot as ragged_dot
 from ._attention import attention as attention
 from ._attention import rotary as rotary
 from ._attention_fn import attention_fn as attention_fn

@@ -13,13 +13,13 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from .. import _global, _mesh
-from .._attention import plain
-from .._attention.attention import attention as over_ranks
-from .._attention.decoding import KVCache, attend_to_cache, fill_cache, new_positions
-from .._attention.layouts import Layout, check_layout, check_part, own_positions
-from .._epilogue import in_rows, sum_dtype
-from .._mesh import AxisName
+from .._ops._epilogue import in_rows, sum_dtype
+from .._ops.attention import _one_device
+from .._ops.attention.attention import attention as over_ranks
+from .._ops.attention.kv_cache import KVCache, attend_to_cache, fill_cache, new_positions
+from .._ops.attention.sequence_layouts import Layout, check_layout, check_length, own_positions
+from .._ranks import global_arrays, meshes
+from .._ranks.meshes import AxisName
 from . import _cache, _padding
 from ._dense import column_parallel, row_parallel
 
@@ -85,7 +85,7 @@ def attention(
     cache: KVCache | None,
     **options: Unpack[Options],
 ) -> Any: ...
-@_mesh.axis_by_name
+@meshes.axis_by_name
 def attention(
     x: jax.Array,
     query: jax.Array,
@@ -183,7 +183,7 @@ def attention(
             raise ValueError(
                 f"jflux.nn.attention: {name} must be {shape}, got {w.shape}; reshape a matrix to it"
             )
-    _mesh.axes_of(context_axis, axis_name)  # which are different ones
+    meshes.axes_of(context_axis, axis_name)  # which are different ones
     check_layout(_OP, context_layout)
     if len(bias) != 4:
         raise ValueError(f"jflux.nn.attention: bias must be four arrays or None, got {len(bias)}")
@@ -211,11 +211,11 @@ def attention(
         "mask": mask, "segment_ids": segment_ids, "new_lengths": new_lengths,
         **dict(zip(CACHE, cache or (None,) * 3, strict=True)),
     }  # fmt: skip
-    if _mesh.is_bound(axis_name):
-        world = _mesh.axis_size(axis_name)
+    if meshes.is_bound(axis_name):
+        world = meshes.axis_size(axis_name)
         whole = world > 1 and num_kv_heads is not None and key.shape[1] == num_kv_heads
         return body(**operands, kv_is_whole=whole)
-    mesh = _global._mesh_for(mesh, x, query)
+    mesh = global_arrays._mesh_for(mesh, x, query)
     padding = _padding.Padding()
     if context_axis is None or decodes:
         padding = _padding.for_ranks(
@@ -223,13 +223,13 @@ def attention(
             x_spec=x_spec,
         )  # fmt: skip
     operands |= {"x": padding.pad(x), "residual": padding.pad(residual)}
-    names = _mesh.as_tuple(axis_name)
-    context = _mesh.axes_of(context_axis)
+    names = meshes.as_tuple(axis_name)
+    context = meshes.axes_of(context_axis)
     world = 1
     for name in names:
         world *= mesh.shape.get(name, 1)
     whole = key.shape[1] % world != 0
-    batch = _cache.without(_global._spec(x, x_spec), (*context, *names))[: x.ndim - 2]
+    batch = _cache.without(global_arrays._spec(x, x_spec), (*context, *names))[: x.ndim - 2]
     batch = (*batch, *([None] * (x.ndim - 2 - len(batch))))
     of_positions = () if decodes else context
     split = (*of_positions, *names) if sequence_parallel else of_positions
@@ -241,7 +241,7 @@ def attention(
     if whole:
         kv, kv_bias = PartitionSpec(), PartitionSpec()
     mask_batch = batch if mask is None or mask.shape[0] > 1 else [None] * len(batch)
-    y = _global.with_specs(
+    y = global_arrays.with_specs(
         functools.partial(body, kv_is_whole=whole, added=padding.added), "nn.attention", operands,
         {
             "x": sequence, "query": PartitionSpec(None, names, None), "key": kv, "value": kv,
@@ -330,7 +330,7 @@ def _attention(
     cache = None if cache_keys is None else KVCache(cache_keys, cache_values, cache_lengths)
     decodes = cache is not None and not prefill
     if context_axis is not None and not decodes:  # a core of one's own does not look
-        check_part(_OP, context_layout, _mesh.axis_size(context_axis), "q", q)
+        check_length(_OP, context_layout, meshes.axis_size(context_axis), "q", q)
     if rotate is not None and decodes:
         positions = new_positions(cache_lengths, length, new_lengths)
         rotate = functools.partial(_at, rotate, positions)
@@ -346,7 +346,7 @@ def _attention(
         core = functools.partial(
             _over_ranks, axis_name=context_axis, layout=context_layout, segment_ids=segment_ids
         )
-    core = core or plain.attend
+    core = core or _one_device.attend
     if cache is not None and prefill:
         cache = fill_cache(cache, k, v, new_lengths, axis_name=context_axis, layout=context_layout)
     if cache is not None and decodes:
@@ -371,8 +371,8 @@ def _at(rotate: Callable[..., jax.Array], positions: jax.Array, x: jax.Array) ->
 def _at_own_positions(
     rotate: Callable[..., jax.Array], x: jax.Array, *, axis_name: AxisName, layout: Layout
 ) -> jax.Array:
-    names = _mesh.as_tuple(axis_name)
-    length, ranks = x.shape[-3], _mesh.axis_size(names)
+    names = meshes.as_tuple(axis_name)
+    length, ranks = x.shape[-3], meshes.axis_size(names)
     return rotate(x, own_positions(lax.axis_index(names), length, ranks, layout))
 
 
@@ -390,9 +390,9 @@ def _over_ranks(
 def _own_heads(heads: int, axis_name: AxisName, *all_heads: jax.Array) -> list[jax.Array]:
     """Of all heads of keys or values [..., g, c], those that this rank's `heads` queries belong
     to."""
-    group = heads * _mesh.axis_size(axis_name) // all_heads[0].shape[-2]
+    group = heads * meshes.axis_size(axis_name) // all_heads[0].shape[-2]
     count = _cache.own_heads(heads, group)
-    first = lax.axis_index(_mesh.as_tuple(axis_name)) * heads
+    first = lax.axis_index(meshes.as_tuple(axis_name)) * heads
     index = (first + jnp.arange(count) * (heads // count)) // group
     return [jnp.take(a, index, axis=-2) for a in all_heads]
 

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import _config, _global, _mesh
-from .._attention.attention import attention as over_ranks
-from .._attention.layouts import Layout, causal_positions, check_layout
-from .._attention.operands import window_of
-from .._epilogue import in_rows
-from .._mesh import AxisName
+from .. import _config
+from .._ops._epilogue import in_rows
+from .._ops.attention._checks import window_of
+from .._ops.attention.attention import attention as over_ranks
+from .._ops.attention.sequence_layouts import Layout, causal_positions, check_layout
+from .._ranks import global_arrays, meshes
+from .._ranks.meshes import AxisName
 
 _OP = "jflux.nn.attention_fn"
 
@@ -106,7 +107,7 @@ def attention_fn(
                     ),
                     query, key, value,
                 )  # fmt: skip
-        if _mesh.is_bound(axis_name):
+        if meshes.is_bound(axis_name):
             raise ValueError(
                 f"{_OP}: {reason} not supported inside shard_map, since no rank has all keys; use "
                 "causal=, window= or segment_ids= of attention_fn, or call the layer on global "
@@ -203,8 +204,8 @@ def _allowed(
         return None
     may = None
     if causal or window is not None:
-        sizes = _global._mesh_for(mesh, query).shape
-        ranks = math.prod(sizes[name] for name in _mesh.as_tuple(axis_name))
+        sizes = global_arrays._mesh_for(mesh, query).shape
+        ranks = math.prod(sizes[name] for name in meshes.as_tuple(axis_name))
         at = causal_positions(length, ranks, layout=layout)
         i, j = at[:, None], at[None, :]
         may = np.ones((length, length), bool)

@@ -10,9 +10,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from .. import _global, _mesh
-from .._attention.decoding import KVCache
-from .._mesh import AxisName
+from .._ops.attention.kv_cache import KVCache
+from .._ranks import global_arrays, meshes
+from .._ranks.meshes import AxisName
 
 
 def init_cache(
@@ -50,10 +50,10 @@ def init_cache(
       A :class:`jflux.KVCache`: outside ``shard_map`` global arrays, inside this rank's part.
     """
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    names, context = _mesh.axes_of(axis_name), _mesh.axes_of(context_axis)
+    names, context = meshes.axes_of(axis_name), meshes.axes_of(context_axis)
     axes = (*context, *names)
-    if axes and not _mesh.is_bound(axes):
-        mesh = _global._mesh_for(mesh)
+    if axes and not meshes.is_bound(axes):
+        mesh = global_arrays._mesh_for(mesh)
         missing = [name for name in axes if name not in mesh.axis_names]
         if missing:
             raise ValueError(
@@ -63,12 +63,12 @@ def init_cache(
         heads, positions = cached_heads(num_heads, kv_heads, ranks), -(-length // parts) * parts
         specs = cache_specs(axis_name, context_axis=context_axis, x_spec=x_spec)
         return _placed((batch, positions, heads, head_dim), dtype, mesh, specs)
-    ranks = _mesh.axis_size(names) if names else 1
-    parts = _mesh.axis_size(context) if context else 1
+    ranks = meshes.axis_size(names) if names else 1
+    parts = meshes.axis_size(context) if context else 1
     heads = cached_heads(num_heads, kv_heads, ranks) // ranks
     cache = _zeros((batch, -(-length // parts), heads, head_dim), dtype)
-    if axes and _mesh.tracks_vma(axes):
-        keys, values = (_mesh.vary(a, axes) for a in cache[:2])
+    if axes and meshes.tracks_vma(axes):
+        keys, values = (meshes.vary(a, axes) for a in cache[:2])
         return KVCache(keys, values, cache.lengths)
     return cache
 
@@ -81,7 +81,7 @@ def cache_specs(
 ) -> Any:
     """How a cache of :func:`init_cache` is split, for ``jax.shard_map`` and ``jax.jit``: a
     :class:`jflux.KVCache` of ``PartitionSpec``. Arguments are as there."""
-    names, context = _mesh.axes_of(axis_name), _mesh.axes_of(context_axis)
+    names, context = meshes.axes_of(axis_name), meshes.axes_of(context_axis)
     batch = without(PartitionSpec() if x_spec is None else x_spec, (*context, *names))[:1]
     batch = batch or (None,)
     kv = PartitionSpec(*batch, context or None, names or None, None)
@@ -106,7 +106,7 @@ def own_heads(heads: int, group: int) -> int:
 
 def without(spec: PartitionSpec, names: tuple[Any, ...]) -> tuple[Any, ...]:
     """The entries of `spec` less some mesh axes."""
-    entries = [() if e is None else _mesh.as_tuple(e) for e in spec]
+    entries = [() if e is None else meshes.as_tuple(e) for e in spec]
     kept = [tuple(n for n in entry if n not in names) for entry in entries]
     return tuple(entry or None for entry in kept)
 
@@ -128,7 +128,7 @@ def _placed(shape: tuple[int, ...], dtype: DTypeLike, mesh: Any, specs: Any) -> 
 
     def place(array: jax.Array, spec: Any) -> jax.Array:
         if AxisType.Explicit in mesh.axis_types:
-            return _global._reshard(array, mesh=mesh, spec=spec)
+            return global_arrays._reshard(array, mesh=mesh, spec=spec)
         return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
 
     return jax.jit(lambda: KVCache(*map(place, _zeros(shape, dtype), specs)))()

@@ -11,14 +11,15 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from .. import _epilogue, _global, _mesh
-from .._mesh import AxisName
-from .._ops import _lax, _product
+from .._ops import _epilogue, _lax
 from .._ops._lax import several
 from .._ops._spec import Layout
-from .._ops.all_gather_matmul import all_gather_matmul
-from .._ops.matmul_all_reduce import matmul_all_reduce
-from .._ops.matmul_reduce_scatter import matmul_reduce_scatter
+from .._ops.products import _product
+from .._ops.products.all_gather_matmul import all_gather_matmul
+from .._ops.products.matmul_all_reduce import matmul_all_reduce
+from .._ops.products.matmul_reduce_scatter import matmul_reduce_scatter
+from .._ranks import global_arrays, meshes
+from .._ranks.meshes import AxisName
 from . import _padding
 
 
@@ -54,7 +55,7 @@ def column_parallel(
     gated: bool = ...,
     **options: Unpack[Options],
 ) -> Any: ...
-@_mesh.axis_by_name
+@meshes.axis_by_name
 def column_parallel(
     x: jax.Array,
     w: jax.Array | Sequence[jax.Array],
@@ -91,13 +92,13 @@ def column_parallel(
             padding.pad(x), w, axis_name=axis_name, bias=bias, mesh=mesh, x_spec=x_spec, **options
         )
         return padding.cut(y)
-    if _mesh.is_bound(axis_name):
+    if meshes.is_bound(axis_name):
         return _own_columns(x, w, bias, **options)
     one_result = gated or not isinstance(w, tuple | list)
     layout = Layout(
         {"x": None, "y": x.ndim - 1}, {"w": _product.columns_axis(transpose_rhs), "bias": 0}
     )
-    return _global.over_global_arrays(
+    return global_arrays.over_global_arrays(
         functools.partial(_own_columns, **options), "nn.column_parallel",
         {"x": x, "w": w, "bias": bias}, layout, results="y" if one_result else ("y",) * len(w),
         axis_name=axis_name, mesh=mesh, x_spec=x_spec,
@@ -118,7 +119,7 @@ def _own_columns(
     return tuple(ys) if isinstance(w, tuple | list) and not gated else ys[0]
 
 
-@_mesh.axis_by_name
+@meshes.axis_by_name
 def row_parallel(
     x: jax.Array,
     w: jax.Array,
@@ -157,11 +158,11 @@ def row_parallel(
         )  # fmt: skip
         return padding.cut(y)
     sums = functools.partial(_all_reduce, **options)
-    if _mesh.is_bound(axis_name):
+    if meshes.is_bound(axis_name):
         return sums(x=x, w=w, bias=bias, residual=residual)
     rows = {"x": x.ndim - 1, "residual": None, "y": None}
     layout = Layout(rows, {"w": 1 - _product.columns_axis(transpose_rhs), "bias": None})
-    return _global.over_global_arrays(
+    return global_arrays.over_global_arrays(
         sums, "nn.row_parallel", {"x": x, "w": w, "bias": bias, "residual": residual}, layout,
         results="y", axis_name=axis_name, mesh=mesh, x_spec=x_spec,
     )  # fmt: skip
@@ -172,7 +173,7 @@ def _all_reduce(x: jax.Array, w: jax.Array, bias: Any, residual: Any, **options:
     return y if bias is None else _epilogue.add(y, [bias])
 
 
-@_mesh.axis_by_name
+@meshes.axis_by_name
 def mlp(
     x: jax.Array,
     up: jax.Array,
@@ -212,7 +213,7 @@ def mlp(
     return padding.cut(row_parallel(hidden, down, bias=down_bias, residual=residual, **options))
 
 
-@_mesh.axis_by_name
+@meshes.axis_by_name
 def gated_mlp(
     x: jax.Array,
     gate: jax.Array,

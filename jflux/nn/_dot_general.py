@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from .. import _config, _global, _mesh
-from .._mesh import AxisName
+from .. import _config
 from .._ops import _lax
-from .._ops.all_gather_matmul import all_gather_matmul
-from .._ops.matmul_all_reduce import matmul_all_reduce
-from .._ops.matmul_reduce_scatter import matmul_reduce_scatter
+from .._ops.products.all_gather_matmul import all_gather_matmul
+from .._ops.products.matmul_all_reduce import matmul_all_reduce
+from .._ops.products.matmul_reduce_scatter import matmul_reduce_scatter
+from .._ranks import global_arrays, meshes
+from .._ranks.meshes import AxisName
 from . import _rules, _shared_gather
 
 Entries = list[tuple[Any, ...]]  # for each dimension, the mesh axes that it is split over
@@ -139,8 +140,8 @@ class DotGeneral:
         self, product: Product, lhs: Any, rhs: Any, out_sharding: Any
     ) -> Callable[..., jax.Array] | None:
         """The op to call, with `lax.dot_general`'s options; None: no op."""
-        of, names = self.of, _mesh.as_tuple(self.of.axis_name)
-        manual = _mesh.is_bound(names)
+        of, names = self.of, meshes.as_tuple(self.of.axis_name)
+        manual = meshes.is_bound(names)
         mesh = jax.sharding.get_abstract_mesh() if manual else self._global_mesh(lhs, rhs)
         if mesh is None or any(name not in mesh.axis_names for name in names):
             if mesh is None:
@@ -200,14 +201,14 @@ class DotGeneral:
 
     def _global_mesh(self, *arrays: Any) -> Any:
         try:
-            return _global._mesh_for(self.of.mesh, *arrays)
+            return global_arrays._mesh_for(self.of.mesh, *arrays)
         except ValueError:
             return None
 
     def _kernel(self, rhs: Any, mesh: Any) -> Entries | None:
         """How the kernel is split, as far as that is known."""
         if not self.mesh_axes:
-            return _visible(rhs, _mesh.as_tuple(self.of.axis_name))
+            return _visible(rhs, meshes.as_tuple(self.of.axis_name))
         if len(self.mesh_axes) != rhs.ndim:
             raise ValueError(
                 f"jflux.nn.DotGeneral: mesh_axes={self.mesh_axes} must name the {rhs.ndim} "
@@ -225,10 +226,10 @@ class DotGeneral:
 
     def _specs(self, form: Form, lhs: Any, rhs: Any, mesh: Any) -> dict[str, PartitionSpec]:
         """How the product's global arrays are sharded: lhs, rhs, y and the gathered lhs."""
-        names, product = _mesh.as_tuple(self.of.axis_name), form.product
+        names, product = meshes.as_tuple(self.of.axis_name), form.product
         sequence = form.sequence if form.sequence_parallel else None
         lead = product.lead
-        given = _entries(_global._spec(lhs, self.of.x_spec), lhs.ndim) or []
+        given = _entries(global_arrays._spec(lhs, self.of.x_spec), lhs.ndim) or []
         rows = [tuple(n for n in axes if n not in names) for axes in given[:lead]]
         scattered = [(*axes, *names) if i == sequence else axes for i, axes in enumerate(rows)]
         for i, axes in enumerate(scattered):
@@ -256,7 +257,7 @@ class DotGeneral:
         results: Any = "y",
         **options: Any,
     ) -> Any:
-        made = _global.with_specs(
+        made = global_arrays.with_specs(
             lambda **operands: _call(form, operands, results, **options), "nn.DotGeneral", operands,
             {name: specs[name] for name in operands}, axis_name=self.of.axis_name, mesh=mesh,
             out_specs=jax.tree.map(lambda name: specs[name], results),
@@ -389,7 +390,7 @@ def _entries(sharding: Any, ndim: int) -> Entries | None:
     spec = getattr(sharding, "spec", sharding)
     if spec is None:
         return None
-    entries = [() if e is None else _mesh.as_tuple(e) for e in spec]
+    entries = [() if e is None else meshes.as_tuple(e) for e in spec]
     return [*entries, *([()] * (ndim - len(entries)))]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._attention.decoding import KVCache
+from .._ops.attention.kv_cache import KVCache
 from ._cache import init_cache
 
 try:

@@ -13,13 +13,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from .. import _epilogue, _global, _mesh, moe
-from .._experts import dispatch
-from .._mesh import AxisName
-from .._ops import _lax
-from .._ops.all_reduce import all_reduce
-from .._ops.exchange import all_gather, reduce_scatter
-from .._ops.grouped_matmul import grouped_matmul
+from .. import moe
+from .._ops import _epilogue, _lax
+from .._ops.collectives.all_reduce import all_reduce
+from .._ops.collectives.exchange import all_gather, reduce_scatter
+from .._ops.experts import moe_dispatch
+from .._ops.products.grouped_matmul import grouped_matmul
+from .._ranks import global_arrays, meshes
+from .._ranks.meshes import AxisName
 from . import _dense
 
 #: logits [T, E], k -> (indices i32 [T, k], weights [T, k])
@@ -47,7 +48,7 @@ class MixtureOutput(NamedTuple):
     dropped: jax.Array
 
 
-@_mesh.axis_by_name
+@meshes.axis_by_name
 def mixture(
     x: jax.Array,
     router: jax.Array,
@@ -126,7 +127,7 @@ def mixture(
       ValueError, TypeError: operands that do not fit, when the call is traced.
     """
     parts: dict[str, Any] = {"axis_name": axis_name, "expert_axis": expert_axis}
-    axes = _mesh.axes_of(axis_name, expert_axis)
+    axes = meshes.axes_of(axis_name, expert_axis)
     _check_exchange(exchange, expert_axis, capacity)
     if x.ndim < 2 or router.ndim != 2 or router.shape[0] != x.shape[-1]:
         raise ValueError(
@@ -140,8 +141,8 @@ def mixture(
         _mixture, k=k, sequence_parallel=sequence_parallel, exchange=exchange, capacity=capacity,
         activation=activation, select=select, **parts,
     )  # fmt: skip
-    if not axes or _mesh.is_bound(axes):
-        return body(**operands, loss_axes=_mesh.axes_of(loss_axis))
+    if not axes or meshes.is_bound(axes):
+        return body(**operands, loss_axes=meshes.axes_of(loss_axis))
     return _over_global_arrays(body, operands, axes, sequence_parallel, mesh, x_spec, **parts)
 
 
@@ -172,13 +173,13 @@ def _over_global_arrays(
     expert_axis: AxisName | None,
 ) -> MixtureOutput:
     x = operands["x"]
-    tp, ep = _mesh.axes_of(axis_name), _mesh.axes_of(expert_axis)
-    spec: Any = _global._with_axis(_global._spec(x, x_spec), x.ndim, None, axes)
+    tp, ep = meshes.axes_of(axis_name), meshes.axes_of(expert_axis)
+    spec: Any = global_arrays._with_axis(global_arrays._spec(x, x_spec), x.ndim, None, axes)
     if tp and sequence_parallel:
-        spec = _global._with_axis(spec, x.ndim, x.ndim - 2, tp)
+        spec = global_arrays._with_axis(spec, x.ndim, x.ndim - 2, tp)
     if ep:
         entries = list(spec)
-        first = () if entries[0] is None else _mesh.as_tuple(entries[0])
+        first = () if entries[0] is None else meshes.as_tuple(entries[0])
         spec = PartitionSpec((*first, *ep), *entries[1:])
     columns, rows, experts = tp or None, tp or None, ep or None
     specs = {
@@ -193,7 +194,7 @@ def _over_global_arrays(
     for i, one in enumerate(given.pop("shared") or ()):
         given[f"shared_{i}"] = one
         specs[f"shared_{i}"] = PartitionSpec(rows, None) if i == 1 else PartitionSpec(None, columns)
-    split = tuple(a for entry in spec if entry is not None for a in _mesh.as_tuple(entry))
+    split = tuple(a for entry in spec if entry is not None for a in meshes.as_tuple(entry))
     loss_axes = tuple(a for a in split if a not in axes)
 
     def call(**arrays: Any) -> MixtureOutput:
@@ -201,7 +202,7 @@ def _over_global_arrays(
         return body(**arrays, shared=shared or None, loss_axes=loss_axes)
 
     nothing: Any = PartitionSpec()
-    return _global.with_specs(
+    return global_arrays.with_specs(
         call, "nn.mixture", given, {name: specs[name] for name in given}, axis_name=axes, mesh=mesh,
         out_specs=MixtureOutput(spec, *[nothing] * 4), check_vma=True,
     )  # fmt: skip
@@ -227,7 +228,7 @@ def _mixture(
     select: Select,
 ) -> MixtureOutput:
     """On one rank."""
-    tp, ep = _mesh.axes_of(axis_name), _mesh.axes_of(expert_axis)
+    tp, ep = meshes.axes_of(axis_name), meshes.axes_of(expert_axis)
     split = (*ep, *tp) if sequence_parallel else ep
     _check_experts(router, up, ep)
     tokens = x.reshape(-1, x.shape[-1])
@@ -264,7 +265,7 @@ def _mixture(
 
 
 def _check_experts(router: jax.Array, up: jax.Array, ep: tuple[Any, ...]) -> None:
-    ranks = _mesh.axis_size(ep) if ep else 1
+    ranks = meshes.axis_size(ep) if ep else 1
     if up.shape[0] * ranks != router.shape[1]:
         raise ValueError(
             f"jflux.nn.mixture: router {router.shape} chooses among {router.shape[1]} experts, and "
@@ -284,10 +285,10 @@ def _losses(
     Those along `split` share each expert's capacity."""
     over = (*split, *loss_axes)
     tokens = moe.count(indices, logits.shape[1])
-    own, others = (_mesh.split_over(axes, tokens) for axes in (split, loss_axes))
+    own, others = (meshes.split_over(axes, tokens) for axes in (split, loss_axes))
     tokens = _lax.psum(tokens, own) if own else tokens
     # Of tokens that are the same along an axis each rank sends its copies to the experts.
-    copies = math.prod(_mesh.axis_size(name) for name in split if name not in own)
+    copies = math.prod(meshes.axis_size(name) for name in split if name not in own)
     dropped = jnp.zeros_like(tokens)
     if capacity is not None:
         dropped = jnp.maximum(copies * tokens - capacity, 0)
@@ -337,12 +338,12 @@ def _experts_of_all_ranks(
     activation: str,
 ) -> jax.Array:
     """The weighted sum of each token's experts, to whose ranks it goes and from which it comes."""
-    there = dispatch.moe_dispatch(
+    there = moe_dispatch.moe_dispatch(
         tokens, indices, weights, capacity=capacity, axis_name=ep, partial_sums=True,
-        num_experts=up.shape[0] * _mesh.axis_size(ep),
+        num_experts=up.shape[0] * meshes.axis_size(ep),
     )  # fmt: skip
     y = _products(there.rows, there.padded_sizes, up, down, gate, activation)
-    return dispatch.moe_combine(y, there.handle, weights=weights, axis_name=ep)
+    return moe_dispatch.moe_combine(y, there.handle, weights=weights, axis_name=ep)
 
 
 def _products(

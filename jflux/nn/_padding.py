@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .. import _global, _mesh
-from .._mesh import AxisName
+from .._ranks import global_arrays, meshes
+from .._ranks.meshes import AxisName
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +76,11 @@ def for_ranks(
       axis_name, sequence_parallel, mesh, x_spec: the layer's options.
     """
     dimension += x.ndim if dimension < 0 else 0
-    if dimension < 0 or not sequence_parallel or _mesh.is_bound(axis_name):
+    if dimension < 0 or not sequence_parallel or meshes.is_bound(axis_name):
         return Padding()
-    devices = _global._mesh_for(mesh, x, *jax.tree.leaves(weights)).shape
-    names = _mesh.as_tuple(axis_name)
-    spec = _global._with_axis(_global._spec(x, x_spec), x.ndim, dimension, names)
-    parts = math.prod(devices.get(name, 1) for name in _mesh.as_tuple(spec[dimension]))
+    devices = global_arrays._mesh_for(mesh, x, *jax.tree.leaves(weights)).shape
+    names = meshes.as_tuple(axis_name)
+    spec = global_arrays._with_axis(global_arrays._spec(x, x_spec), x.ndim, dimension, names)
+    parts = math.prod(devices.get(name, 1) for name in meshes.as_tuple(spec[dimension]))
     length = x.shape[dimension]
     return Padding(dimension, length, -length % parts)

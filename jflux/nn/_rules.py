@@ -6,7 +6,7 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from .._mesh import AxisName, as_tuple, axes_of
+from .._ranks.meshes import AxisName, as_tuple, axes_of
 
 Rules = Sequence[tuple[str, Any]]
 

@@ -41,11 +41,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import get_opaque_trace_state
 
-from .. import _config, _mesh
-from .._mesh import AxisName
-from .._ops import _lax, _product
+from .. import _config
+from .._ops import _lax
 from .._ops._spec import all_ops
-from .._ops.all_gather_matmul import GATHERED, all_gather_matmul
+from .._ops.products import _product
+from .._ops.products.all_gather_matmul import GATHERED, all_gather_matmul
+from .._ranks import meshes
+from .._ranks.meshes import AxisName
 
 #: Entries of a thread. Layers use x at once, so a few are enough.
 MOST = 8
@@ -67,13 +69,13 @@ class Params:
 def first(x: jax.Array, w: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
     """(y, gathered x): per rank of N, x [..., s/N, k] and w [k, n/N] -> [..., s, n/N] and
     [..., s, k]."""
-    x, w = _mesh.vary_together(options["axis_name"], x, w)
+    x, w = meshes.vary_together(options["axis_name"], x, w)
     return _first(Params(**options), x, w)
 
 
 def next_one(x: jax.Array, gathered: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
     """y of an x that :func:`first` has gathered: the same values as its y."""
-    x, gathered, w = _mesh.vary_together(options["axis_name"], x, gathered, w)
+    x, gathered, w = meshes.vary_together(options["axis_name"], x, gathered, w)
     return _next(Params(**options), x, gathered, w)
 
 
@@ -98,7 +100,7 @@ def _first_backward(params: Params, residuals: Any, cotangents: Any) -> Any:
     # Of `_next` there is none. There is one where a gradient of `_next`'s is differentiated.
     if not isinstance(dgathered, SymbolicZero):
         dx += _lax.psum_scatter(
-            dgathered, _mesh.as_tuple(params.axis_name),
+            dgathered, meshes.as_tuple(params.axis_name),
             scatter_dimension=params.gather_dimension, tiled=True,
         )  # fmt: skip
     return dx, dw
@@ -127,8 +129,8 @@ def _gradients(params: Params, residuals: Any, dy: jax.Array) -> tuple[jax.Array
     dx = all_ops()["matmul_reduce_scatter"].call(
         (dy,),
         (w,),
-        axis_names=_mesh.as_tuple(params.axis_name),
-        world=_mesh.axis_size(params.axis_name),
+        axis_names=meshes.as_tuple(params.axis_name),
+        world=meshes.axis_size(params.axis_name),
         dimension=params.gather_dimension,
         transpose_rhs=not params.transpose_rhs,
         dtype=gathered.dtype,

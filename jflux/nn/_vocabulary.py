@@ -11,15 +11,15 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from .. import _global, _mesh
-from .._epilogue import sum_dtype
-from .._mesh import AxisName
-from .._ops.all_reduce import all_reduce
-from .._ops.exchange import reduce_scatter
+from .._ops._epilogue import sum_dtype
+from .._ops.collectives.all_reduce import all_reduce
+from .._ops.collectives.exchange import reduce_scatter
+from .._ranks import global_arrays, meshes
+from .._ranks.meshes import AxisName
 from . import _padding
 
 
-@_mesh.axis_by_name
+@meshes.axis_by_name
 def embed(
     tokens: jax.Array,
     table: jax.Array,
@@ -51,20 +51,20 @@ def embed(
     body = functools.partial(
         _embed, axis_name=axis_name, sequence_parallel=sequence_parallel, dtype=dtype
     )
-    if _mesh.is_bound(axis_name):
+    if meshes.is_bound(axis_name):
         return body(tokens, table)
-    names, last = _mesh.as_tuple(axis_name), tokens.ndim
+    names, last = meshes.as_tuple(axis_name), tokens.ndim
     padding = _padding.for_ranks(
         tokens, -1, table, axis_name=axis_name, sequence_parallel=sequence_parallel, mesh=mesh,
         x_spec=x_spec,
     )  # fmt: skip
-    whole = _global._with_axis(_global._spec(tokens, x_spec), last + 1, last, names)
+    whole = global_arrays._with_axis(global_arrays._spec(tokens, x_spec), last + 1, last, names)
     rows = PartitionSpec(*whole[:last], None)
-    y = _global.with_specs(
+    y = global_arrays.with_specs(
         body, "nn.embed", {"tokens": padding.pad(tokens), "table": table},
         {"tokens": PartitionSpec(*whole[:last]), "table": PartitionSpec(names, None)},
         axis_name=axis_name, mesh=mesh,
-        out_specs=_global._with_axis(rows, last + 1, last - 1, names)
+        out_specs=global_arrays._with_axis(rows, last + 1, last - 1, names)
         if sequence_parallel
         else rows,
     )  # fmt: skip
@@ -79,7 +79,7 @@ def _embed(
     sequence_parallel: bool,
     dtype: DTypeLike | None,
 ) -> jax.Array:
-    own = tokens - lax.axis_index(_mesh.as_tuple(axis_name)) * len(table)
+    own = tokens - lax.axis_index(meshes.as_tuple(axis_name)) * len(table)
     here = (own >= 0) & (own < len(table))
     rows = table[jnp.clip(own, 0, len(table) - 1)].astype(dtype or table.dtype)
     rows = jnp.where(here[..., None], rows, 0)
@@ -90,7 +90,7 @@ def _embed(
     return all_reduce(rows, axis_name=axis_name)
 
 
-@_mesh.axis_by_name
+@meshes.axis_by_name
 def cross_entropy(
     logits: jax.Array,
     targets: jax.Array,
@@ -142,12 +142,12 @@ def cross_entropy(
         _cross_entropy, axis_name=axis_name, label_smoothing=label_smoothing, z_loss=z_loss,
         ignore_index=ignore_index,
     )  # fmt: skip
-    if _mesh.is_bound(axis_name):
+    if meshes.is_bound(axis_name):
         return body(logits, targets)
-    names, last = _mesh.as_tuple(axis_name), logits.ndim - 1
-    split = _global._with_axis(_global._spec(logits, x_spec), logits.ndim, last, names)
+    names, last = meshes.as_tuple(axis_name), logits.ndim - 1
+    split = global_arrays._with_axis(global_arrays._spec(logits, x_spec), logits.ndim, last, names)
     positions = PartitionSpec(*split[:last])
-    return _global.with_specs(
+    return global_arrays.with_specs(
         body, "nn.cross_entropy", {"logits": logits, "targets": targets},
         {"logits": split, "targets": positions}, axis_name=axis_name, mesh=mesh,
         out_specs=positions,
@@ -163,10 +163,10 @@ def _cross_entropy(
     z_loss: float,
     ignore_index: int | None,
 ) -> jax.Array:
-    names, part = _mesh.as_tuple(axis_name), logits.shape[-1]
-    ranks, wide = _mesh.axis_size(axis_name), sum_dtype(logits.dtype)
-    split = [name for name in names if _mesh.axis_size(name) > 1]
-    if set(split) - set(_mesh.split_over(axis_name, logits)):
+    names, part = meshes.as_tuple(axis_name), logits.shape[-1]
+    ranks, wide = meshes.axis_size(axis_name), sum_dtype(logits.dtype)
+    split = [name for name in names if meshes.axis_size(name) > 1]
+    if set(split) - set(meshes.split_over(axis_name, logits)):
         raise ValueError(
             f"jflux.nn.cross_entropy: logits {logits.shape} must be this rank's part of the "
             f"vocabulary along {axis_name=}, but their type says that all {ranks} ranks have the "

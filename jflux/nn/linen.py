@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .. import _global, _mesh
-from .._attention.decoding import KVCache
-from .._attention.layouts import Layout
+from .._ops.attention.kv_cache import KVCache
+from .._ops.attention.sequence_layouts import Layout
+from .._ranks import global_arrays, meshes
 from . import _attention, _dense, _flax, _moe, _vocabulary
 from ._flax import Initializer, in_one_type, meta, nn, options_of
 from ._vocabulary import cross_entropy as cross_entropy
@@ -49,7 +49,7 @@ def _param(
 
     # Inside shard_map, `param` would find that this rank's part has not the whole shape.
     ranks = module.axis_name if ranks is None else ranks
-    if _mesh.is_bound(ranks) and module.has_variable("params", name):
+    if meshes.is_bound(ranks) and module.has_variable("params", name):
         value = module.get_variable("params", name)
     else:
         value = module.param(name, boxed, tuple(shape), module.param_dtype, unbox=False)
@@ -63,7 +63,7 @@ class _Layer(nn.Module):
     """What layers of products have in common."""
 
     _: dataclasses.KW_ONLY
-    axis_name: _mesh.AxisName = "tp"
+    axis_name: meshes.AxisName = "tp"
     sequence_parallel: bool = True
     x_spec: PartitionSpec | None = None
     use_bias: bool = True
@@ -191,7 +191,7 @@ class Attention(_Layer):
     is_causal: bool = False
     rotate: Callable[..., jax.Array] | None = None
     core: Callable[..., jax.Array] | None = None
-    context_axis: _mesh.AxisName | None = None
+    context_axis: meshes.AxisName | None = None
     context_layout: Layout = "zigzag"
     axes: Axes = ("embed", "heads", "kv_heads", "kv")
     _: dataclasses.KW_ONLY
@@ -236,7 +236,7 @@ class Attention(_Layer):
         there = self.has_variable("cache", _flax.CACHED[0])
 
         def empty(field: int) -> jax.Array:
-            spec = _global._spec(x, self.x_spec)
+            spec = global_arrays._spec(x, self.x_spec)
             cache = _flax.empty_cache(self, x.shape, heads, kv_heads, c, dtype=x.dtype, x_spec=spec)
             return cache[field]
 
@@ -282,9 +282,9 @@ class MoE(nn.Module):
     hidden_features: int
     k: int
     _: dataclasses.KW_ONLY
-    axis_name: _mesh.AxisName | None = "tp"
-    expert_axis: _mesh.AxisName | None = None
-    loss_axis: _mesh.AxisName | None = None
+    axis_name: meshes.AxisName | None = "tp"
+    expert_axis: meshes.AxisName | None = None
+    loss_axis: meshes.AxisName | None = None
     sequence_parallel: bool = True
     x_spec: PartitionSpec | None = None
     exchange: str = "gather"
@@ -304,7 +304,7 @@ class MoE(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """The mixture of x [..., s/N, d]; with `expert_axis`, of each rank's own tokens."""
-        ranks = _mesh.axes_of(self.axis_name, self.expert_axis)
+        ranks = meshes.axes_of(self.axis_name, self.expert_axis)
 
         def param(name: str, init: Any, axes: Axes, *shape: int) -> jax.Array:
             return _param(self, name, init, axes, shape, ranks=ranks)
@@ -334,7 +334,7 @@ class Embed(nn.Module):
 
     num_embeddings: int
     features: int
-    axis_name: _mesh.AxisName = "tp"
+    axis_name: meshes.AxisName = "tp"
     sequence_parallel: bool = True
     x_spec: PartitionSpec | None = None
     dtype: Any = None

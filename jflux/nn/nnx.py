@@ -27,9 +27,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _config
-from .._attention.decoding import KVCache
-from .._attention.layouts import Layout
-from .._mesh import AxisName, axes_of
+from .._ops.attention.kv_cache import KVCache
+from .._ops.attention.sequence_layouts import Layout
+from .._ranks.meshes import AxisName, axes_of
 from . import _attention, _dense, _flax, _moe, _rules, _vocabulary
 from ._flax import Initializer, in_one_type, nnx, options_of
 from ._vocabulary import cross_entropy as cross_entropy

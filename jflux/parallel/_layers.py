@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._epilogue import in_rows, sum_dtype
+from .._ops._epilogue import in_rows, sum_dtype
 from ._product import Convolution, Dense, Local, check_same, gather, product
 from ._scheme import DEFAULT, Scheme, all_reduce
 

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from .._mesh import vary
 from .._ops import _lax
 from .._ops._collective import Collective
+from .._ranks.meshes import vary
 from ._scheme import DEFAULT, Scheme, all_reduce, together, tracks_vma
 
 #: The name that `jax.checkpoint` policies know gathered weights by.

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from .._mesh import vary
+from .._ranks.meshes import vary
 from . import _product
 from ._scheme import DEFAULT, Scheme, together, tracks_vma
 

@@ -15,8 +15,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import PartitionSpec
 
-from .. import _mesh, reference
-from .._mesh import AxisName
+from .. import reference
+from .._ranks import meshes
+from .._ranks.meshes import AxisName
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Scheme:
     def names(self, *roles: str) -> tuple[Any, ...]:
         """The mesh axes of these roles, in this order."""
         axes = (getattr(self, role) for role in roles)
-        return tuple(name for axis in axes if axis is not None for name in _mesh.as_tuple(axis))
+        return tuple(name for axis in axes if axis is not None for name in meshes.as_tuple(axis))
 
     def size(self, *roles: str) -> int:
         """How many ranks there are along these axes; inside ``jax.shard_map``."""
@@ -165,4 +166,4 @@ def together(tree: Any) -> Any:
 def tracks_vma(scheme: Scheme) -> bool:
     """Whether ``shard_map(check_vma=True)`` knows what varies over which axis."""
     names = scheme.names("data", "z", "y", "x")
-    return bool(names) and _mesh.tracks_vma(names)
+    return bool(names) and meshes.tracks_vma(names)

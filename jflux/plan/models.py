@@ -1,11 +1,11 @@
 """Networks by name: those of the paper (arXiv 2305.13525, tables I and II), GPT-3, and the models
-of `_models` that are built as a Llama is."""
+of `language_models` that are built as a Llama is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from .. import _models
+from .._tools import language_models
 from .model import Layer, Model
 
 
@@ -122,7 +122,7 @@ def _unet(name: str, workspaces: int) -> Callable[..., Model]:
     return lambda **given: unet(name, workspaces=workspaces, **given)
 
 
-def _llama(name: str, sizes: _models.Sizes) -> Callable[..., Model]:
+def _llama(name: str, sizes: language_models.Sizes) -> Callable[..., Model]:
     return lambda **given: llama(
         name, layers=sizes.layers, hidden=sizes.hidden, heads=sizes.heads,
         kv_heads=sizes.kv_heads, ffn=sizes.ffn, **{"vocabulary": sizes.vocabulary, **given},
@@ -138,7 +138,7 @@ MODELS: dict[str, Callable[..., Model]] = {
     "gpt-3-175b": _gpt("gpt-3-175b", 96, 12288, 96),
     **{
         name: _llama(name, sizes)
-        for name, sizes in _models.MODELS.items()
+        for name, sizes in language_models.MODELS.items()
         if sizes.gated and not sizes.tied and not sizes.head_dim  # as `llama` has them
     },
     "unet-250m": _unet("unet-250m", 256),

@@ -5,7 +5,6 @@
 #include <set>
 
 #include "all_gather_attention_call.h"
-#include "ops/all_gather_attention/all_gather_attention_config.h"
 #include "plans.h"
 #include "rank_errors.h"
 #include "testing.h"

@@ -8,7 +8,6 @@
 #include "all_reduce_call.h"
 #include "ops/all_reduce/all_reduce_body.h"
 #include "ops/all_reduce/butterfly_body.h"
-#include "ops/all_reduce/chunked_body.h"
 #include "plans.h"
 #include "testing.h"
 

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "all_to_all_matmul_call.h"
-#include "ops/all_to_all_matmul/all_to_all_matmul_config.h"
 #include "plans.h"
 #include "rank_errors.h"
 #include "testing.h"

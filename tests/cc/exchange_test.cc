@@ -5,7 +5,7 @@
 #include <atomic>
 
 #include "exchange_call.h"
-#include "ops/exchange/chunked_exchange_body.h"
+#include "ops/exchange/exchange_body.h"
 #include "plans.h"
 #include "rank_errors.h"
 #include "testing.h"

@@ -1,6 +1,5 @@
-// ops/all_gather_matmul/k_panel_layout.h: the offsets of k-panels, and the order in which chunks
-// are sent.
-#include "ops/all_gather_matmul/k_panel_layout.h"
+// core/k_panel_layout.h: the offsets of k-panels, and the order in which chunks are sent.
+#include "core/k_panel_layout.h"
 
 #include <algorithm>
 #include <utility>

@@ -6,7 +6,6 @@
 #include <optional>
 #include <vector>
 
-#include "ops/matmul_all_reduce/few_rows.h"
 #include "ops/matmul_all_reduce/matmul_all_reduce.h"
 #include "ranks.h"
 

@@ -6,7 +6,6 @@
 #include <set>
 
 #include "matmul_all_reduce_call.h"
-#include "ops/matmul_all_reduce/few_rows.h"
 #include "plans.h"
 #include "rank_errors.h"
 #include "testing.h"

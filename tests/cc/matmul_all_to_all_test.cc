@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "matmul_all_to_all_call.h"
-#include "ops/matmul_all_to_all/matmul_all_to_all_config.h"
 #include "plans.h"
 #include "rank_errors.h"
 #include "testing.h"

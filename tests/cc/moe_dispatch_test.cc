@@ -1,10 +1,11 @@
 // moe_dispatch and moe_combine: where rows lie, parts of rows, and the bodies that the CPU back end
 // and the kernels share, on 1 to 8 ranks.
+#include "ops/moe_dispatch/moe_dispatch.h"
+
 #include <array>
 #include <set>
 
 #include "moe_dispatch_call.h"
-#include "ops/moe_dispatch/moe_dispatch_plan.h"
 #include "plans.h"
 #include "testing.h"
 

@@ -78,7 +78,6 @@ inline bool ScheduledWait([[maybe_unused]] const Signal* word, Signal expected, 
 #define WaitSignal ScheduledWait
 #define DataOffset(epoch) DataOffset(JFLUX_MUTANT_DATA_EPOCH(epoch))
 #include "ops/all_gather_matmul/all_gather_matmul_cpu.cc"
-#include "ops/matmul_all_reduce/few_rows_cpu.cc"
 #include "ops/matmul_all_reduce/matmul_all_reduce_cpu.cc"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter_cpu.cc"
 #include "runtime/cpu_matmul.cc"

@@ -5,18 +5,17 @@
 
 #include <vector>
 
-#include "runtime/local_op.h"
 #include "runtime/op.h"
 
 namespace jflux {
 
-const std::vector<const Op*>& AllOps() {
-  static const std::vector<const Op*> kNone;
+const std::vector<OpFolder>& AllFolders() {
+  static const std::vector<OpFolder> kNone;
   return kNone;
 }
 
-const std::vector<const LocalOp*>& AllLocalOps() {
-  static const std::vector<const LocalOp*> kNone;
+const std::vector<const Op*>& AllOps() {
+  static const std::vector<const Op*> kNone;
   return kNone;
 }
 

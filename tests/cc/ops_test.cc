@@ -9,7 +9,6 @@
 #include "plans.h"
 #include "runtime/capi.h"
 #include "runtime/fault.h"
-#include "runtime/local_op.h"
 #include "testing.h"
 
 namespace jflux {
@@ -26,64 +25,51 @@ TEST(NumbersAndNamesAreUnique) {
     EXPECT(FindOp(op->name) == op);
     EXPECT_EQ(std::string(NameOf(op->id)), op->name);
   }
-  for (const LocalOp* op : AllLocalOps()) {
-    const auto id = static_cast<uint32_t>(op->id);
-    EXPECT(0 < id && id < kFirstCustomOp) << op->name;
-    EXPECT(ids.insert(id).second) << op->name << " has the number of another op, " << id;
-    EXPECT(names.insert(op->name).second) << op->name;
-    EXPECT(FindOp(op->name) == nullptr) << op->name;
-    EXPECT_EQ(std::string(NameOf(op->id)), op->name);
-#ifdef JFLUX_WITH_CUDA
-    EXPECT(op->cuda != nullptr) << op->name;
-#else
-    EXPECT(op->cuda == nullptr && op->load_kernels == nullptr) << op->name;
-#endif
-  }
   EXPECT(FindOp("no_such_op") == nullptr);
   EXPECT_EQ(std::string(NameOf(OpId{kFirstCustomOp - 1})), "unknown op");
 }
 
 TEST(EveryOpIsWhole) {
-  bool loads = false;
   for (const Op* op : AllOps()) {
-    EXPECT(op->cpu != nullptr && op->plan != nullptr) << op->name;
+    EXPECT_EQ(op->cuda != nullptr, jflux_built_with_cuda() != 0) << op->name;
+    EXPECT_EQ(jflux_most_splits(op->name), op->most_splits);
+    if (op->IsLocal()) continue;
+    EXPECT(op->cpu != nullptr) << op->name;
     EXPECT(op->most_splits == 1 || op->most_splits == 2 || op->most_splits == 4) << op->name;
-    loads |= op->load_kernels != nullptr;
     const std::string why_not = WhyNot(*op, {}, Machine{132});
     EXPECT(why_not.find("the call has no `") == 0) << op->name << ": " << why_not;
-    EXPECT_EQ(jflux_most_splits(op->name), op->most_splits);
-    EXPECT_EQ(jflux_least_arch(op->name), op->least_arch);
-    EXPECT(op->least_arch == kPortableArch || op->least_arch == kHopperArch) << op->name;
-#ifdef JFLUX_WITH_CUDA
-    EXPECT(op->cuda != nullptr) << op->name;
-#else
-    EXPECT(op->cuda == nullptr && op->load_kernels == nullptr) << op->name;
-#endif
   }
-  EXPECT_EQ(loads, jflux_built_with_cuda() != 0);
-  EXPECT_EQ(jflux_least_arch("moe_route"), kPortableArch);
-  EXPECT_EQ(jflux_least_arch("no_such_op"), 0);
+}
+
+TEST(EveryFolderHasKernels) {
+  for (const OpFolder& folder : AllFolders()) {
+    EXPECT_EQ(folder.load_kernels != nullptr, jflux_built_with_cuda() != 0);
+    EXPECT(folder.gpus.Has(kHopperArch));
+    for (const Op* op : folder.ops) {
+      EXPECT_EQ(jflux_gpus(op->name).from, folder.gpus.from);
+      EXPECT_EQ(jflux_gpus(op->name).to, folder.gpus.to);
+    }
+  }
+  EXPECT_EQ(jflux_gpus("moe_route").from, kPortableArch);
+  EXPECT_EQ(jflux_gpus("no_such_op").from, 0);
 }
 
 TEST(EveryHandlerIsATarget) {
   std::map<std::string, int> targets;
-  std::set<std::string> local;
-  for (const LocalOp* op : AllLocalOps()) local.insert(op->name);
   for (const JfluxTarget* t = jflux_targets(); t->name != nullptr; ++t) {
     EXPECT(std::strncmp(t->name, "jflux_", 6) == 0) << t->name;
     EXPECT(t->execute != nullptr) << t->name << " " << t->platform;
     // A local op has no call site and no use of a workspace; nor has a check.
+    const Op* op = FindOp(t->name + 6);
     EXPECT_EQ(t->instantiate == nullptr,
-              local.count(t->name + 6) == 1 || std::strcmp(t->name, "jflux_in_range") == 0);
+              op == nullptr ? std::strcmp(t->name, "jflux_in_range") == 0 : op->IsLocal());
     ++targets[t->name + 6];
   }
   for (const char* of_no_op : {"node_exchange", "module_call", "in_range"}) targets.erase(of_no_op);
-  // CPUs take plain lax for some local ops.
-  for (const LocalOp* op : AllLocalOps()) {
+  for (const Op* op : AllOps()) {
     EXPECT_EQ(targets[op->name], (op->cpu != nullptr) + (op->cuda != nullptr)) << op->name;
   }
-  EXPECT_EQ(targets.size(), AllOps().size() + AllLocalOps().size());
-  for (const Op* op : AllOps()) EXPECT_EQ(targets[op->name], op->cuda == nullptr ? 1 : 2);
+  EXPECT_EQ(targets.size(), AllOps().size());
 }
 
 TEST(ConstantsOfOneListAreInOrder) {

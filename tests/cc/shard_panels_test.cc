@@ -1,7 +1,7 @@
-// ops/all_to_all_matmul/shard_panels.h: where shards lie in a GPU's workspace, and the order in
-// which a rank sends and multiplies them. By arithmetic for all small shapes; and for some shapes
-// by threads that do what the warps of the kernel do.
-#include "ops/all_to_all_matmul/shard_panels.h"
+// core/shard_panels.h: where shards lie in a GPU's workspace, and the order in which a rank sends
+// and multiplies them. By arithmetic for all small shapes; and for some shapes by threads that do
+// what the warps of the kernel do.
+#include "core/shard_panels.h"
 
 #include <algorithm>
 #include <set>

@@ -3,12 +3,12 @@
 #include <map>
 #include <tuple>
 
-#include "ops/all_gather_matmul/all_gather_matmul_config.h"
-#include "ops/all_to_all_matmul/all_to_all_matmul_config.h"
-#include "ops/grouped_matmul/grouped_matmul_config.h"
-#include "ops/matmul_all_reduce/matmul_all_reduce_config.h"
-#include "ops/matmul_all_to_all/matmul_all_to_all_config.h"
-#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_config.h"
+#include "ops/all_gather_matmul/all_gather_matmul.h"
+#include "ops/all_to_all_matmul/all_to_all_matmul.h"
+#include "ops/grouped_matmul/grouped_matmul.h"
+#include "ops/matmul_all_reduce/matmul_all_reduce.h"
+#include "ops/matmul_all_to_all/matmul_all_to_all.h"
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
 #include "testing.h"
 
 namespace jflux {

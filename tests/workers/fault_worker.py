@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import testing
-from jflux._ops import exchange as exchanges
-from jflux._ops import matmul_all_reduce
 from jflux._ops._spec import all_ops
-from jflux._ops.all_reduce import ALGORITHMS
+from jflux._ops.collectives import exchange as exchanges
+from jflux._ops.collectives.all_reduce import ALGORITHMS
+from jflux._ops.products import matmul_all_reduce
 
 DEADLINE = 2.0
 N = int(sys.argv[2])

@@ -16,7 +16,7 @@ from peer_worker import args, check_matmul_all_reduce, check_products, product, 
 
 import jflux
 from jflux import _config
-from jflux._dispatch import Path
+from jflux._call.plans import Path
 
 NODE_TP = ("node", "tp")
 

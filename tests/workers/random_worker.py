@@ -45,9 +45,10 @@ from jax._src.distributed import global_state  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
 import jflux  # noqa: E402
-from jflux import _config, _native, _tuning, testing  # noqa: E402
+from jflux import _config, _native, testing  # noqa: E402
+from jflux._call import tuning_tables  # noqa: E402
 from jflux._ops._spec import OpSpec, all_ops  # noqa: E402
-from jflux._ops.exchange import MOST_BYTES_IN_PACKETS  # noqa: E402
+from jflux._ops.collectives.exchange import MOST_BYTES_IN_PACKETS  # noqa: E402
 from jflux._stress import cases, collectives, products  # noqa: E402
 from jflux._stress.cases import Case  # noqa: E402
 from jflux._stress.programs import draw_choice, put  # noqa: E402
@@ -75,7 +76,7 @@ class Chosen:
     @property
     def is_xlas(self) -> bool:
         """Whether its bits need not be the same in another program."""
-        return self.case.is_xlas or self.choice == _tuning.DECOMPOSED
+        return self.case.is_xlas or self.choice == tuning_tables.DECOMPOSED
 
 
 def barrier() -> None:
@@ -85,9 +86,9 @@ def barrier() -> None:
 @contextlib.contextmanager
 def forced(chosen: Chosen) -> Iterator[None]:
     """What is lowered inside takes the call's choice, if there is one."""
-    decomposed = chosen.choice == _tuning.DECOMPOSED
+    decomposed = chosen.choice == tuning_tables.DECOMPOSED
     with (
-        _tuning.force(chosen.choice) if chosen.choice else contextlib.nullcontext(),
+        tuning_tables.force(chosen.choice) if chosen.choice else contextlib.nullcontext(),
         _config.override(chunked=True) if chosen.in_chunks else contextlib.nullcontext(),
         jflux.config(always=False) if decomposed else contextlib.nullcontext(),
     ):
@@ -227,7 +228,7 @@ def _product(rng: random.Random, place: cases.Place, **fields: Any) -> Chosen:
     case = products.product(rng, place, spec=spec, **drawn)
     choice = draw_choice(rng, place.platform)
     if not case.is_xlas and rng.random() < 0.25 and case.most_bytes <= MOST_BYTES_IN_PACKETS:
-        choice = _tuning.DECOMPOSED
+        choice = tuning_tables.DECOMPOSED
     return _chosen(rng, case, choice=choice)
 
 

@@ -37,7 +37,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jflux  # noqa: E402
 from jflux import testing  # noqa: E402
-from jflux._ops import matmul_all_reduce  # noqa: E402
+from jflux._ops.products import matmul_all_reduce  # noqa: E402
 from workers.common import leave_last  # noqa: E402
 
 ROWS, K, N = 128 * args.ranks, 64, 256

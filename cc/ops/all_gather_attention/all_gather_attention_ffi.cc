@@ -1,19 +1,54 @@
-// FFI handlers of all_gather_attention.
+// The plan and the FFI handlers of all_gather_attention.
 #include <optional>
 #include <string>
 
-#include "ops/all_gather_attention/all_gather_attention_config.h"
+#include "ops/all_gather_attention/all_gather_attention.h"
 #include "ops/flash_attention/flash_attention_operands.h"
 #include "runtime/ffi.h"
 #include "runtime/op.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "ops/all_gather_attention/all_gather_attention_cuda.h"
 #include "runtime/cuda_call.h"
 #endif
 
 namespace jflux {
 namespace {
+
+// Fields of a call: world, batch, queries, keys, heads, groups, width, dtype. Of the plan:
+// workspace_bytes; on GPUs senders too.
+bool PlanAllGatherAttention(const Fields& fields, const Machine& machine, Fields* plan,
+                            std::string* why_not) {
+  CallReader call(fields);
+  AllGatherAttentionParams p{};
+  FlashAttentionParams& a = p.attention;
+  p.world = static_cast<int32_t>(call.Get("world", 2, kMaxRanks));
+  constexpr int64_t kMost = int64_t{1} << 20;
+  a.batch = call.Get("batch", 1, kMost);
+  a.queries = call.Get("queries", 1, kFurthest);
+  a.keys = call.Get("keys", 1, kFurthest);
+  a.heads = call.Get("heads", 1, kMost);
+  a.groups = call.Get("groups", 1, kMost);
+  a.width = call.Get("width", 1, kMost);
+  a.dtype = static_cast<DType>(call.Get("dtype", 0, 3));
+  const double sequence = static_cast<double>(a.keys) * a.groups * a.width * SizeOf(a.dtype);
+  if (sequence * a.batch * p.world > 0x1p42) call.Refuse("keys of more than 2^42 bytes");
+  if (a.heads % a.groups != 0) call.Refuse("`heads` is no multiple of `groups`");
+  if (!call.Check(why_not)) return false;
+  if (machine.IsCpu()) {
+    if (a.dtype == DType::kF64) {
+      *why_not = "the CPU's body has sums in float32";
+      return false;
+    }
+    const KeyLayout layout = KeyLayout::Make(p, kCpuLogKeyChunk);
+    *plan = Fields{{"workspace_bytes", layout.Workspace().TotalBytes()}};
+    return true;
+  }
+  *why_not = WhyNoKernel(p);
+  if (!why_not->empty()) return false;
+  *plan = Fields{{"senders", KeySenders(p, machine)},
+                 {"workspace_bytes", CudaLayoutOf(p).Workspace().TotalBytes()}};
+  return true;
+}
 
 struct Attributes {
   CallAttributes call;
@@ -99,19 +134,7 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllGatherAttentionOp;
-const Op kAllGatherAttentionOp = {
-    kAllGatherAttentionId,
-    "all_gather_attention",
-    kCpu,
-#ifdef JFLUX_WITH_CUDA
-    kCuda,
-    LoadAllGatherAttentionKernels,
-#else
-    nullptr,
-    nullptr,
-#endif
-    /*most_splits=*/1,
-    PlanAllGatherAttention,
-};
+const Op kAllGatherAttentionOp = {kAllGatherAttentionId, "all_gather_attention", kCpu,
+                                  JFLUX_IF_CUDA(kCuda), PlanAllGatherAttention};
 
 }  // namespace jflux

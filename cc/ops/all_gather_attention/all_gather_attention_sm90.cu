@@ -1,5 +1,5 @@
 // Instantiates the kernels of all_gather_attention and launches one.
-#include "ops/all_gather_attention/all_gather_attention_cuda.h"
+#include "ops/all_gather_attention/all_gather_attention.h"
 #include "ops/all_gather_attention/all_gather_attention_sm90.cuh"
 #include "ops/flash_attention/flash_attention_args_cuda.h"
 

@@ -1,7 +1,7 @@
 // all_gather_attention on Hopper: flash_attention's forward kernel, which sends, and waits for what
 // it loads.
 //
-// Send warps (key_sender_sm90.cuh) copy this rank's keys and values to its peers. Meanwhile items
+// Send warps (KeyCopies) copy this rank's keys and values to its peers. Meanwhile items
 // meet the blocks of own keys, then those of the next ranks, which arrive in this order. The load
 // warp waits for a block's rows before it loads them from the workspace. Consumers know nothing of
 // ranks.
@@ -20,9 +20,85 @@
 #ifndef JFLUX_OPS_ALL_GATHER_ATTENTION_ALL_GATHER_ATTENTION_SM90_CUH_
 #define JFLUX_OPS_ALL_GATHER_ATTENTION_ALL_GATHER_ATTENTION_SM90_CUH_
 
-#include "ops/all_gather_attention/key_sender_sm90.cuh"
+#include "gpu/copy_sender.cuh"
+#include "gpu/gemm_call.cuh"
+#include "ops/all_gather_attention/all_gather_attention.h"
+#include "ops/flash_attention/flash_attention_sm90.cuh"
 
 namespace jflux {
+
+// The consumers read attention::Args. Its padded_keys and key_blocks count the keys of all ranks;
+// its maps k and v are of this rank's keys and values.
+struct AllGatherAttentionArgs : attention::Args {
+  CUtensorMap workspace_maps[2];  // the halves' data as sequences (KeyLayout::SequenceOf)
+  DeviceState* state;
+  SymmetricView view;
+  uint32_t signature, op;
+  WorkspaceLayout workspace;
+  KeyLayout layout;
+  uint32_t senders;            // CTAs that may send
+  int32_t key_blocks_of_rank;  // of each rank
+};
+static_assert(sizeof(AllGatherAttentionArgs) <= 4096);
+
+// attention::ForwardShape, with memory for a chunk and registers for a send warp.
+template <typename Base>
+struct GatherShape : Base {
+  // The send warp needs 64. Consumers of 256 elements would spill with 216.
+  static constexpr attention::Registers kRegisters =
+      Base::kWidth <= 128 ? attention::Registers{64, 216} : attention::Registers{56, 224};
+  static_assert(attention::Registers::Fit(kRegisters));
+  static constexpr int kBoxesFullOffset = Base::kSmemBytes;
+  static constexpr int kBoxesOffset = RoundUp(kBoxesFullOffset + 8 * kKeyBoxes, 128);
+  static constexpr int kSmemBytes = kBoxesOffset + kKeyBoxes * kKeyBoxBytes;
+  static_assert(kSmemBytes <= 232448);
+};
+
+template <typename Shape>
+struct GatherSmem : attention::ForwardSmem<Shape> {
+  __device__ uint32_t SendBox(int i) const {
+    return this->base + Shape::kBoxesOffset + i * kKeyBoxBytes;
+  }
+  // Filled by bulk copies.
+  __device__ uint32_t SendBoxFull(int i) const {
+    return this->base + Shape::kBoxesFullOffset + 8 * i;
+  }
+};
+
+// The signals, on `rank`, of the chunks of `src`.
+__device__ __forceinline__ Signal* ChunkSignals(const AllGatherAttentionArgs& args,
+                                                const CallContext& call, int32_t rank,
+                                                int32_t src) {
+  const int64_t of_src = args.layout.SignalOffset(args.layout.SlotOf(rank, src), 0);
+  return args.view.At<Signal>(rank, args.workspace.SignalOffset(call.epoch) + of_src);
+}
+
+// What the send warp of all_gather_attention's kernel copies: this rank's keys and values.
+// The protocol is that of gpu/copy_sender.cuh.
+template <typename Shape>
+struct KeyCopies {
+  using Args = AllGatherAttentionArgs;
+  using Smem = GatherSmem<Shape>;
+  static constexpr int32_t kBoxBytes = kKeyBoxBytes;
+
+  static __device__ uint32_t BoxAt(const Smem& smem, int i) { return smem.SendBox(i); }
+  static __device__ int32_t ChunksOf(const Args& args) { return args.layout.Chunks(); }
+  static __device__ CopiedChunk ChunkOf(const Args& args, int32_t peer, int32_t chunk) {
+    const KeyLayout& layout = args.layout;
+    const KeyLayout::Chunk c = layout.ChunkAt(chunk);
+    const void* tensor = c.tensor == 0 ? args.arrays.k : args.arrays.v;
+    return CopiedChunk{peer, chunk, static_cast<int32_t>(c.bytes),
+                       static_cast<const char*>(tensor) + layout.TensorOffset(c),
+                       layout.DataOffset(layout.SlotOf(peer, args.view.rank), c)};
+  }
+  static __device__ Signal* SignalOf(const Args& args, const CallContext& call, int32_t peer,
+                                     int32_t chunk) {
+    return ChunkSignals(args, call, peer, args.view.rank) + chunk;
+  }
+};
+
+template <typename Shape>
+using KeySender = CopySender<KeyCopies<Shape>>;
 
 // The keys of all ranks, as a load warp sees them. All functions are called by a full warp.
 template <typename Shape>
@@ -85,7 +161,6 @@ template <typename Shape_>
 struct AllGatherAttentionSm90 {
   using Shape = Shape_;
   using Args = AllGatherAttentionArgs;
-  static constexpr bool kGroups = false;  // of LeaveCounters
 
   static __device__ __forceinline__ void Send(const Args& args, const CallContext& call,
                                               const GatherSmem<Shape>& smem) {
@@ -120,7 +195,7 @@ struct AllGatherAttentionSm90 {
     }
     __syncwarp();
     if (leads) {
-      LeaveCounters<AllGatherAttentionSm90>(args);
+      LeaveCounters(args);
       TrapIfFaulted(args.view, call.wait);
       LeaveWorkspace(args.view);
     }

@@ -5,18 +5,22 @@
 // The rows of group e are offsets[e] to offsets[e + 1], and in a group source grows. Rows from
 // offsets[groups] on are zeros. An element of source that is no slot stands for a row of zeros.
 //
-// The call (Params), the layout of its workspace, and the CPU back end's body. GPU: the launcher in
-// all_gather_grouped_matmul_cuda.h. Python: jflux/moe/_gathered.py.
+// The call (Params), the layout of its workspace, the CPU back end's body, what a plan for GPUs
+// chooses, and the CUDA launcher. Python: jflux/_ops/experts/all_gather_grouped_matmul.py.
 #ifndef JFLUX_OPS_ALL_GATHER_GROUPED_MATMUL_ALL_GATHER_GROUPED_MATMUL_H_
 #define JFLUX_OPS_ALL_GATHER_GROUPED_MATMUL_ALL_GATHER_GROUPED_MATMUL_H_
 
 #include <cstdint>
+#include <string>
 
 #include "core/dtype.h"
 #include "core/gathered_tiles.h"
 #include "core/layout.h"
 #include "core/signal.h"
+#include "gpu/senders.h"
 #include "ops/grouped_matmul/grouped_matmul.h"
+#include "ops/grouped_matmul/segments.h"
+#include "runtime/cuda_device.h"
 
 namespace jflux {
 
@@ -97,6 +101,48 @@ inline constexpr int64_t kCpuTokenChunkBytes = 64 << 10;
 bool AllGatherGroupedMatmulCpu(const AllGatherGroupedMatmulParams& params, int64_t chunk_bytes,
                                const AllGatherGroupedMatmulArrays& arrays,
                                const SymmetricView& view, uint64_t epoch, const WaitContext& ctx);
+
+// A send warp's shared memory: a chunk, which passes through in four boxes, and behind it the table
+// of spans. A table of more than 767 spans takes some of the chunk's memory: its last boxes are
+// smaller then, or empty.
+inline constexpr int32_t kTokenBoxes = 4, kTokenBoxBytes = 3328;
+inline constexpr int64_t kMostTokenChunkBytes = kTokenBoxes * kTokenBoxBytes;
+inline constexpr int64_t kTokenSendBytes = 16 << 10;
+inline constexpr int64_t TokenChunkBytes(int64_t spans) {
+  const int64_t table = RoundUp<int64_t>(4 * (spans + 1), 128);
+  return Min(kMostTokenChunkBytes, kTokenSendBytes - table);
+}
+inline TokenLayout CudaLayoutOf(const AllGatherGroupedMatmulParams& p) {
+  return TokenLayout::Make(p, TokenChunkBytes(p.product.groups * Max(1, p.world * p.parts)));
+}
+
+// CTAs that may send. mean_rows: SegmentedCall's.
+inline int32_t TokenSenders(const AllGatherGroupedMatmulParams& p, int64_t mean_rows,
+                            const Machine& machine) {
+  const Machine used{Min(machine.sm_count, kMostSms), machine.link_gbps};
+  const int64_t columns = p.product.n * p.product.Weights();
+  return SendingCtas(p.world, Max<int64_t>(1, columns * mean_rows / (p.world * p.tokens)), used);
+}
+
+// Why no kernel takes the call; empty if one does.
+inline std::string WhyNoKernel(const AllGatherGroupedMatmulParams& p) {
+  const std::string why = WhyNoSegmentedKernel(p.product);
+  if (!why.empty()) return why;
+  constexpr int64_t kMostChunks = int64_t{1} << 29;
+  return p.ShardBytes() / TokenChunkBytes(kMostSpans) > kMostChunks / p.world
+             ? "a dimension is too large"
+             : "";
+}
+
+// Enqueues the call on `stream`.
+bool LaunchAllGatherGroupedMatmul(const AllGatherGroupedMatmulParams& params,
+                                  const AllGatherGroupedMatmulArrays& arrays,
+                                  const GemmChoice& choice, int32_t senders, int64_t site,
+                                  const CudaDevice& device, const SymmetricView& view,
+                                  cudaStream_t stream, std::string* error);
+
+// Loads the kernels on the current device.
+bool LoadAllGatherGroupedMatmulKernels(std::string* error);
 
 }  // namespace jflux
 

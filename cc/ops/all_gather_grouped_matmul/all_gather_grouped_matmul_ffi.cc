@@ -1,19 +1,50 @@
-// FFI handlers of all_gather_grouped_matmul.
+// The plan and the FFI handlers of all_gather_grouped_matmul.
 #include <initializer_list>
 #include <optional>
 #include <string>
 
-#include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul_config.h"
+#include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul.h"
 #include "runtime/ffi.h"
 #include "runtime/op.h"
+#include "runtime/product_plan.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul_cuda.h"
 #include "runtime/cuda_call.h"
 #endif
 
 namespace jflux {
 namespace {
+
+// A call has the fields of SegmentedCall, and gated. The plan has the fields of a product, and
+// parts; on the CPU only parts and workspace_bytes.
+bool PlanAllGatherGroupedMatmul(const Fields& fields, const Machine& machine, Fields* plan,
+                                std::string* why_not) {
+  CallReader call(fields);
+  const SegmentedCall c = SegmentedCall::Read(call);
+  AllGatherGroupedMatmulParams p{c.world, c.tokens, c.choices, /*parts=*/0, c.product};
+  GroupedMatmulParams& product = p.product;
+  product.gated = call.Get("gated", 0, 1) == 1;
+  if (!call.Check(why_not)) return false;
+  if (machine.IsCpu()) {
+    p.parts = p.world > 1 ? 1 : 0;
+    *plan = CpuPlan(TokenLayout::Make(p, kCpuTokenChunkBytes).Workspace().TotalBytes());
+    (*plan)["parts"] = p.parts;
+    return true;
+  }
+  *why_not = WhyNoKernel(p);
+  if (!why_not->empty()) return false;
+  p.parts = ChooseParts(p.world, c.mean_rows, product.groups);
+  if (!IsGroupedTile(product.gated, product.tile)) {
+    *why_not = "no kernel has the tile";
+    return false;
+  }
+  *plan =
+      ProductPlan{ChooseGrouped(c.OfMeanRows(product), machine),
+                  TokenSenders(p, c.mean_rows, machine), CudaLayoutOf(p).Workspace().TotalBytes()}
+          .AsFields();
+  (*plan)["parts"] = p.parts;
+  return true;
+}
 
 // Operands x [tokens, k], w_0[, w_1], offsets [groups + 1], destination [world tokens, choices] and
 // source [m]. Results y [m, n][, sums_0[, sums_1]].
@@ -166,19 +197,7 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllGatherGroupedMatmulOp;
-const Op kAllGatherGroupedMatmulOp = {
-    kAllGatherGroupedMatmulId,
-    "all_gather_grouped_matmul",
-    kCpu,
-#ifdef JFLUX_WITH_CUDA
-    kCuda,
-    LoadAllGatherGroupedMatmulKernels,
-#else
-    nullptr,
-    nullptr,
-#endif
-    /*most_splits=*/1,
-    PlanAllGatherGroupedMatmul,
-};
+const Op kAllGatherGroupedMatmulOp = {kAllGatherGroupedMatmulId, "all_gather_grouped_matmul", kCpu,
+                                      JFLUX_IF_CUDA(kCuda), PlanAllGatherGroupedMatmul};
 
 }  // namespace jflux

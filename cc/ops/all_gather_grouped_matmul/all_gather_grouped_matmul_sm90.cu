@@ -1,5 +1,5 @@
 // Instantiates the kernels of all_gather_grouped_matmul and launches one.
-#include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul_cuda.h"
+#include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul.h"
 #include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul_sm90.cuh"
 #include "ops/grouped_matmul/grouped_matmul_instances_cuda.h"
 

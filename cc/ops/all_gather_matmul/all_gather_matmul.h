@@ -1,16 +1,24 @@
 // all_gather_matmul: y[total rows, n] = all_gather(x)[total rows, k] @ w[k, n].
 //
-// The call (Params), the CPU back end's workspace layout and its body. GPU: k_panel_layout.h;
-// launcher in all_gather_matmul_cuda.h. Python: jflux/_ops/all_gather_matmul.py.
+// The call (Params), the CPU back end's workspace layout and its body, what a plan for GPUs
+// chooses, and the CUDA launcher. GPU's layout: core/k_panel_layout.h.
+// Python: jflux/_ops/products/all_gather_matmul.py.
 #ifndef JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_H_
 #define JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_H_
 
 #include <cstdint>
+#include <string>
 
+#include "core/activation.h"
 #include "core/dtype.h"
+#include "core/k_panel_layout.h"
 #include "core/layout.h"
 #include "core/rows.h"
 #include "core/signal.h"
+#include "gpu/gemm_choice.h"
+#include "gpu/senders.h"
+#include "runtime/cuda_device.h"
+#include "runtime/product_plan.h"
 
 namespace jflux {
 
@@ -87,6 +95,60 @@ struct CpuTiling {
 bool AllGatherMatmulCpu(const AllGatherMatmulParams& params, const CpuTiling& tiling,
                         const AllGatherMatmulArrays& arrays, const SymmetricView& view,
                         uint64_t epoch, const WaitContext& ctx);
+
+inline constexpr char kWhatFitsAllGather[] =
+    "16-bit operands, results of their type or float32, and k and n that are multiples of 8";
+inline bool FitsKernel(const AllGatherMatmulParams& p) {
+  return SizeOf(p.dtype) == 2 && (p.out_dtype == p.dtype || p.out_dtype == DType::kF32) &&
+         p.k % 8 == 0 && p.n % 8 == 0;
+}
+
+inline KPanelLayout CudaLayoutOf(const AllGatherMatmulParams& p) {
+  static_assert(KPanelLayout::kPanelRows == kGemmTileM && KPanelLayout::kColumns == kGemmTileK);
+  return KPanelLayout::Make(p.rows, p.k);
+}
+
+inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, int64_t k,
+                                  const Machine& machine, bool transpose_rhs = false) {
+  const int64_t m = world * rows_per_rank;
+  if (m <= kGemmTileM) return ChooseFew(m, n, k, machine, kGatherSplits);
+  const GemmChoice c = ChooseGemm(world, rows_per_rank, n, k, machine,
+                                  Loading(kGatherCosts, k, n, transpose_rhs, world));
+  return GatherGroups(c, world, rows_per_rank, n, machine);
+}
+
+// CTAs that may send. With few rows all do. (One raster group of 512 or 1024 rows is faster with
+// fewer: 2 x H200.)
+inline int32_t AllGatherSenders(const AllGatherMatmulParams& p, const Machine& machine) {
+  const Machine used{Min(machine.sm_count, kMostSms), machine.link_gbps};
+  return p.rows.Total() <= kGemmTileM ? used.sm_count : SendingCtas(p.rows.world, p.n, used);
+}
+
+// Several weights share one gather: y_i = activation(all_gather(x) @ w_i + bias_i), or, gated, one
+// y_0 = activation(all_gather(x) @ w_0 + bias_0) * (all_gather(x) @ w_1 + bias_1).
+struct AllGatherMatmulOperands {
+  const void* x;
+  struct Product {
+    const void* w;  // [k, n], or [n, k] if transpose_rhs
+    void* y;        // [outer, world * inner, n]
+    int64_t n;
+    const float* bias;  // [n], or null
+    void* sums;         // as y, of what the activation is applied to; or null
+  } products[kMaxWeights];
+  int32_t weights;
+  Activation activation;
+  bool gated;
+  void* gathered;  // or null
+};
+
+// Enqueues the call on `stream`. params.n is the columns of all weights.
+bool LaunchAllGatherMatmul(const AllGatherMatmulParams& params,
+                           const AllGatherMatmulOperands& operands, const ProductPlan& plan,
+                           int64_t site, const CudaDevice& device, const SymmetricView& view,
+                           cudaStream_t stream, std::string* error);
+
+// Loads the kernels on the current device.
+bool LoadAllGatherMatmulKernels(std::string* error);
 
 }  // namespace jflux
 

@@ -1,17 +1,44 @@
-// FFI handlers of all_gather_matmul.
+// The plan and the FFI handlers of all_gather_matmul.
 #include <algorithm>
 
-#include "ops/all_gather_matmul/all_gather_matmul_config.h"
+#include "ops/all_gather_matmul/all_gather_matmul.h"
 #include "runtime/ffi.h"
 #include "runtime/product_plan.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "ops/all_gather_matmul/all_gather_matmul_cuda.h"
 #include "runtime/cuda_call.h"
 #endif
 
 namespace jflux {
 namespace {
+
+bool PlanAllGatherMatmul(const Fields& fields, const Machine& machine, Fields* plan,
+                         std::string* why_not) {
+  CallReader reader(fields);
+  const ProductCall call = ProductCall::Read(reader);
+  const bool gated = reader.GetOr("gated", 0, 0, 1) == 1;
+  if (!reader.Check(why_not)) return false;
+  const AllGatherMatmulParams p{call.rows,          call.k, call.n, call.dtype, call.out_dtype,
+                                call.transpose_rhs, false};
+  if (machine.IsCpu()) {
+    const CpuTiling tiling;
+    *plan = CpuPlan(AllGatherLayout::Make(p, tiling.chunk_bytes).Workspace().TotalBytes());
+    return true;
+  }
+  if (!IsPlannable(call, FitsKernel(p), kWhatFitsAllGather, why_not)) return false;
+  const int64_t rows = p.rows.Total();
+  const int world = p.rows.world;
+  const GemmChoice wanted = call.given.value_or(
+      ChooseAllGather(world, p.rows.PerRank(), p.n, p.k, machine, p.transpose_rhs));
+  const GemmChoice choice =
+      gated ? ForGate(wanted, rows, p.n, p.k, machine,
+                      Loading(kGatherCosts, p.k, p.n / 2, p.transpose_rhs, world))
+            : FitSplits(wanted, rows, p.k, kGatherSplits);
+  *plan =
+      ProductPlan{choice, AllGatherSenders(p, machine), CudaLayoutOf(p).Workspace().TotalBytes()}
+          .AsFields();
+  return true;
+}
 
 struct Attributes {
   ProductAttributes product;
@@ -166,18 +193,7 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 // Listed in cc/ops/registry.cc.
 extern const Op kAllGatherMatmulOp;
 const Op kAllGatherMatmulOp = {
-    kAllGatherMatmulId,
-    "all_gather_matmul",
-    kCpu,
-#ifdef JFLUX_WITH_CUDA
-    kCuda,
-    LoadAllGatherMatmulKernels,
-#else
-    nullptr,
-    nullptr,
-#endif
-    /*most_splits=*/kGatherSplits,
-    PlanAllGatherMatmul,
-};
+    kAllGatherMatmulId,   "all_gather_matmul", kCpu,
+    JFLUX_IF_CUDA(kCuda), PlanAllGatherMatmul, /*most_splits=*/kGatherSplits};
 
 }  // namespace jflux

@@ -1,6 +1,6 @@
 // Launches a kernel of all_gather_matmul.
-#include "ops/all_gather_matmul/all_gather_matmul_cuda.h"
-#include "ops/all_gather_matmul/all_gather_matmul_instances.cuh"
+#include "ops/all_gather_matmul/all_gather_matmul.h"
+#include "ops/all_gather_matmul/all_gather_matmul_sm90.cuh"
 
 namespace jflux {
 bool LoadAllGatherMatmulKernels(std::string* error) {

@@ -21,6 +21,7 @@
 #include "gpu/gemm_config.h"
 #include "gpu/gemm_sm90.cuh"
 #include "ops/all_gather_matmul/gather_sender_sm90.cuh"
+#include "runtime/gemm_instances_cuda.h"
 
 namespace jflux {
 
@@ -309,6 +310,19 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     AllGatherMatmulKernel(const __grid_constant__ AllGatherMatmulArgs args) {
   RunGemm<AllGatherMatmulSm90<Config>>(args);
 }
+
+struct AllGatherMatmulInstances {
+  static constexpr int kMostSplits = kGatherSplits;
+  // Results go to this GPU's memory, which takes them at once.
+  static constexpr bool kMayLendStage = true;
+  template <typename Config>
+  static const void* Kernel() {
+    return reinterpret_cast<const void*>(&AllGatherMatmulKernel<Config>);
+  }
+};
+
+// They take as long to compile as the kernels of three other ops together.
+JFLUX_INSTANCES_APART(AllGatherMatmulInstances);
 
 }  // namespace jflux
 

@@ -3,10 +3,9 @@
 #include "gpu/cluster_team.cuh"
 #include "gpu/packet_call.cuh"
 #include "jflux/kernel.cuh"
+#include "ops/all_reduce/all_reduce.h"
 #include "ops/all_reduce/all_reduce_body.h"
-#include "ops/all_reduce/all_reduce_cuda.h"
 #include "ops/all_reduce/butterfly_body.h"
-#include "ops/all_reduce/chunked_body.h"
 #include "ops/all_reduce/norm_body.h"
 #include "runtime/kernels_cuda.h"
 

@@ -1,18 +1,20 @@
 // all_reduce: y = the sum of all ranks' x, of any shape, on every rank. Optionally adds a residual
 // to y and normalises y's rows.
 //
-// The call (Params), the algorithms, their workspace layouts, and the CPU back end's body; the CUDA
-// launcher is in all_reduce_cuda.h. The bodies that CPU and GPU share: all_reduce_body.h (one-shot
-// and two-shot), butterfly_body.h, chunked_body.h, norm_body.h. Python: jflux/_ops/all_reduce.py.
+// The call (Params), the algorithms, their workspace layouts, the CPU back end's body, and the CUDA
+// launcher. The bodies that CPU and GPU share: all_reduce_body.h (one-shot, two-shot and chunked),
+// butterfly_body.h, norm_body.h. Python: jflux/_ops/collectives/all_reduce.py.
 #ifndef JFLUX_OPS_ALL_REDUCE_ALL_REDUCE_H_
 #define JFLUX_OPS_ALL_REDUCE_ALL_REDUCE_H_
 
 #include <cstdint>
+#include <string>
 
 #include "core/dtype.h"
 #include "core/packet.h"
 #include "core/signal.h"
 #include "jflux/shmem.h"
+#include "runtime/cuda_device.h"
 
 namespace jflux {
 
@@ -214,6 +216,14 @@ inline AllReduceAlgorithm ChooseAllReduce(int world, int64_t bytes) {
 
 bool AllReduceCpu(const AllReduceParams& params, const AllReduceArrays& arrays,
                   const SymmetricView& view, uint64_t epoch, const WaitContext& ctx);
+
+// Enqueues the call on `stream`.
+bool LaunchAllReduce(const AllReduceParams& params, const AllReduceArrays& arrays, int64_t site,
+                     const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
+                     std::string* error);
+
+// Loads the kernels on the current device.
+bool LoadAllReduceKernels(std::string* error);
 
 }  // namespace jflux
 

@@ -7,6 +7,7 @@
 
 #include "core/packet_sum.h"
 #include "core/units.h"
+#include "jflux/shmem.h"
 #include "ops/all_reduce/all_reduce.h"
 
 namespace jflux {
@@ -86,6 +87,120 @@ struct AllReduceBody {
   JFLUX_HD uint64_t Load(int64_t unit) const { return LoadUnit(arrays.x, unit, p.Bytes()); }
   JFLUX_HD void Store(int64_t unit, uint64_t payload) const {
     StoreUnit(arrays.y, unit, p.Bytes(), payload);
+  }
+};
+
+// all_reduce of large data: chunks announced by signals. (Packets would double the bytes.) Each
+// rank sums a shard of the data and sends the sums to all.
+//
+// A CTA (shmem::Block; on the CPU the only thread) takes every ctx.blocks-th chunk. The CTA with
+// the same number takes the same chunks on every rank. Three passes:
+//
+//   1. send this rank's data of all its chunks to the owners
+//   2. sum the chunks of the local shard, in rank order, as the data arrives; send the sums
+//   3. copy the other shards' sums to y, which XLA owns and peers cannot write to
+//
+// In this order later chunks are in flight while earlier ones are summed.
+//
+//   writes  the slots and signals of the peers
+//   waits   passes 2 and 3, for the CTA with the same number on the peers
+//   order   data, CTA barrier, signal with release
+//   reset   never: core/signal.h
+//
+// Deadlock: pass 1 waits for nothing. A CTA waits only for CTAs with its number, and the lowest
+// awaited number is running or next on every rank (gpu/call.cuh).
+
+template <typename T>
+struct ChunkedBody {
+  using Block = shmem::Block;
+  const AllReduceParams& p;
+  const AllReduceArrays& arrays;
+  const shmem::Context& ctx;
+
+  // False if a wait failed.
+  JFLUX_HD bool Run() const {
+    const ChunkedLayout layout = p.Chunks();
+    const int64_t chunks = layout.Chunks();
+    for (int64_t c = ctx.block; c < chunks; c += ctx.blocks) {
+      for (int d = 1; d < p.world; ++d) {
+        const int owner = (ctx.view.rank + d) % p.world;
+        const ChunkedLayout::ByteRange range = layout.RangeOf(owner, c);
+        shmem::internal::Copy<Block>(SlotAt(layout, kInputs, ctx.view.rank, owner, c),
+                                     static_cast<const char*>(arrays.x) + range.first, range.bytes);
+      }
+      Announce(layout, kInputs, c);
+    }
+    for (int64_t c = ctx.block; c < chunks; c += ctx.blocks) {
+      if (!Await(layout, kInputs, c)) return false;
+      Sum(layout, c);
+      Announce(layout, kSums, c);
+    }
+    for (int64_t c = ctx.block; c < chunks; c += ctx.blocks) {
+      if (!Await(layout, kSums, c)) return false;
+      for (int d = 1; d < p.world; ++d) {
+        const int owner = (ctx.view.rank + d) % p.world;
+        const ChunkedLayout::ByteRange range = layout.RangeOf(owner, c);
+        shmem::internal::Copy<Block>(static_cast<char*>(arrays.y) + range.first,
+                                     SlotAt(layout, kSums, owner, ctx.view.rank, c), range.bytes);
+      }
+    }
+    return true;
+  }
+
+ private:
+  // What a slot holds.
+  static constexpr int kInputs = 0, kSums = 1;
+
+  JFLUX_HD char* SlotAt(const ChunkedLayout& layout, int what, int from, int to, int64_t c) const {
+    return shmem::ptr(ctx, ctx.data(layout.SlotOffset(what, from, to, c)), to);
+  }
+
+  // Signals all peers that chunk c has been written.
+  JFLUX_HD void Announce(const ChunkedLayout& layout, int what, int64_t c) const {
+    Block::sync();
+    for (int d = 1 + Block::rank(); d < p.world; d += Block::size()) {
+      const int peer = (ctx.view.rank + d) % p.world;
+      shmem::signal_set(ctx, ctx.signal(layout.SignalIndex(what, ctx.view.rank, peer, c)), peer);
+    }
+  }
+  JFLUX_HD bool Await(const ChunkedLayout& layout, int what, int64_t c) const {
+    bool ok = true;
+    for (int d = 1 + Block::rank(); d < p.world; d += Block::size()) {
+      const int src = (ctx.view.rank + d) % p.world;
+      ok &= shmem::signal_wait_until(
+          ctx, ctx.signal(layout.SignalIndex(what, src, ctx.view.rank, c)), src);
+    }
+    return Block::all(ok);
+  }
+
+  // Sums chunk c of the local shard, into y and the peers' slots.
+  JFLUX_HD void Sum(const ChunkedLayout& layout, int64_t c) const {
+    const ChunkedLayout::ByteRange local = layout.RangeOf(ctx.view.rank, c);
+    const int64_t first = local.first / kPacketPayload;
+    for (int64_t u = Block::rank(); u * kPacketPayload < local.bytes; u += Block::size()) {
+      uint64_t payload[kMaxRanks];
+      JFLUX_UNROLL  // independent loads, all in flight
+          for (int src = 0; src < kMaxRanks; ++src) {
+        if (src >= p.world) continue;
+        payload[src] =
+            src == ctx.view.rank
+                ? LoadUnit(arrays.x, first + u, p.Bytes())
+                : LoadUnit(SlotAt(layout, kInputs, src, ctx.view.rank, c), u, local.bytes);
+      }
+      const uint64_t residual = p.residual ? LoadUnit(arrays.residual, first + u, p.Bytes()) : 0;
+      auto total = PayloadSum<T>::Of(payload[0]);
+      JFLUX_UNROLL
+      for (int src = 1; src < kMaxRanks; ++src) {
+        if (src < p.world) total.Add(PayloadSum<T>::Of(payload[src]));
+      }
+      if (p.residual) total.Add(PayloadSum<T>::Of(residual));
+      const uint64_t sum = total.Rounded();
+      StoreUnit(arrays.y, first + u, p.Bytes(), sum);
+      for (int d = 1; d < p.world; ++d) {
+        const int peer = (ctx.view.rank + d) % p.world;
+        StoreUnit(SlotAt(layout, kSums, ctx.view.rank, peer, c), u, local.bytes, sum);
+      }
+    }
   }
 };
 

@@ -3,7 +3,6 @@
 
 #include "ops/all_reduce/all_reduce_body.h"
 #include "ops/all_reduce/butterfly_body.h"
-#include "ops/all_reduce/chunked_body.h"
 #include "ops/all_reduce/norm_body.h"
 #include "runtime/packet_call_cpu.h"
 

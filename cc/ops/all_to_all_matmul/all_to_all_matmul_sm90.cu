@@ -1,5 +1,5 @@
 // Instantiates the kernels of all_to_all_matmul and launches one.
-#include "ops/all_to_all_matmul/all_to_all_matmul_cuda.h"
+#include "ops/all_to_all_matmul/all_to_all_matmul.h"
 #include "ops/all_to_all_matmul/all_to_all_matmul_sm90.cuh"
 #include "runtime/gemm_instances_cuda.h"
 

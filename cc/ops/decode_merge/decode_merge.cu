@@ -1,7 +1,7 @@
 // The kernel of decode_merge: all threads of a grid share what decode_merge_body.h does.
 #include "gpu/packet_call.cuh"
+#include "ops/decode_merge/decode_merge.h"
 #include "ops/decode_merge/decode_merge_body.h"
-#include "ops/decode_merge/decode_merge_cuda.h"
 #include "runtime/kernels_cuda.h"
 
 namespace jflux {
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
 
 }  // namespace
 
-bool LoadDecodeMergeKernel(std::string* error) {
+bool LoadDecodeMergeKernels(std::string* error) {
   return LoadKernel(reinterpret_cast<const void*>(&DecodeMergeKernel), 0, error);
 }
 

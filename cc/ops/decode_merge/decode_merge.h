@@ -7,16 +7,18 @@
 // A rank without keys has l = -infinity, and does not count, whatever its outputs are. Where no
 // rank has any, y is 0 and -infinity. It means jflux.merge_attention of what an all-gather brings.
 //
-// The call (Params), and the CPU back end's body; the CUDA launcher is in decode_merge_cuda.h. The
-// body that CPU and GPU share: decode_merge_body.h. Python: jflux/_attention/decode_merge.py.
+// The call (Params), the CPU back end's body, and the CUDA launcher. The body that CPU and GPU
+// share: decode_merge_body.h. Python: jflux/_ops/attention/decode_merge.py.
 #ifndef JFLUX_OPS_DECODE_MERGE_DECODE_MERGE_H_
 #define JFLUX_OPS_DECODE_MERGE_DECODE_MERGE_H_
 
 #include <cstdint>
+#include <string>
 
 #include "core/dtype.h"
 #include "core/packet.h"
 #include "core/signal.h"
+#include "runtime/cuda_device.h"
 
 namespace jflux {
 
@@ -52,6 +54,14 @@ struct DecodeMergeArrays {
 
 bool DecodeMergeCpu(const DecodeMergeParams& params, const DecodeMergeArrays& arrays,
                     const SymmetricView& view, uint64_t epoch, const WaitContext& ctx);
+
+// Enqueues the call on `stream`.
+bool LaunchDecodeMerge(const DecodeMergeParams& params, const DecodeMergeArrays& arrays,
+                       int64_t site, const CudaDevice& device, const SymmetricView& view,
+                       cudaStream_t stream, std::string* error);
+
+// Loads the kernel on the current device.
+bool LoadDecodeMergeKernels(std::string* error);
 
 }  // namespace jflux
 

@@ -1,18 +1,30 @@
-// FFI handlers of decode_merge.
+// The plan and the FFI handlers of decode_merge.
 #include <optional>
 #include <string>
 
-#include "ops/decode_merge/decode_merge_plan.h"
+#include "ops/decode_merge/decode_merge.h"
 #include "runtime/fault.h"
 #include "runtime/ffi.h"
+#include "runtime/op.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "ops/decode_merge/decode_merge_cuda.h"
 #include "runtime/cuda_call.h"
 #endif
 
 namespace jflux {
 namespace {
+
+// Fields of a call: world, rows, width. Of the plan: workspace_bytes.
+bool PlanDecodeMerge(const Fields& fields, const Machine&, Fields* plan, std::string* why_not) {
+  CallReader call(fields);
+  DecodeMergeParams p{};
+  p.world = static_cast<int32_t>(call.Get("world", 1, kMaxRanks));
+  p.rows = call.Get("rows", 1, int64_t{1} << 31);
+  p.width = call.Get("width", 1, int64_t{1} << 20);
+  if (!call.Check(why_not)) return false;
+  *plan = Fields{{"workspace_bytes", p.Workspace().TotalBytes()}};
+  return true;
+}
 
 struct Attributes {
   CallAttributes call;
@@ -70,19 +82,13 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
       });
 }
 XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBufferCompatible});
-bool (*const kLoadKernels)(std::string* error) = LoadDecodeMergeKernel;
-#else
-constexpr XLA_FFI_Handler* kCuda = nullptr;
-constexpr bool (*kLoadKernels)(std::string* error) = nullptr;
 #endif
 
 }  // namespace
 
 // Listed in cc/ops/registry.cc.
 extern const Op kDecodeMergeOp;
-const Op kDecodeMergeOp = {kDecodeMergeId,  "decode_merge",        kCpu,
-                           kCuda,           kLoadKernels,          /*most_splits=*/1,
-                           PlanDecodeMerge, /*constants=*/nullptr, /*arguments=*/nullptr,
-                           kPortableArch};
+const Op kDecodeMergeOp = {kDecodeMergeId, "decode_merge", kCpu, JFLUX_IF_CUDA(kCuda),
+                           PlanDecodeMerge};
 
 }  // namespace jflux

@@ -1,9 +1,8 @@
 // The kernels of the exchanges: all threads of a grid share what the *_body.h do.
 #include "gpu/packet_call.cuh"
 #include "jflux/kernel.cuh"
-#include "ops/exchange/chunked_exchange_body.h"
+#include "ops/exchange/exchange.h"
 #include "ops/exchange/exchange_body.h"
-#include "ops/exchange/exchange_cuda.h"
 #include "runtime/kernels_cuda.h"
 
 namespace jflux {

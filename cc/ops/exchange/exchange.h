@@ -5,19 +5,20 @@
 //   all_to_all      shard r of each rank's x to rank r; y concatenates what arrives
 //   reduce_scatter  shard r of each rank's x to rank r; y is the sum of what arrives
 //
-// The call (Params), the workspace layouts, and the CPU back end's body; the CUDA launcher is in
-// exchange_cuda.h. The bodies that CPU and GPU share: exchange_body.h and chunked_exchange_body.h.
-// Python: jflux/_ops/exchange.py.
+// The call (Params), the workspace layouts, the CPU back end's body, and the CUDA launcher. The
+// bodies that CPU and GPU share: exchange_body.h. Python: jflux/_ops/collectives/exchange.py.
 #ifndef JFLUX_OPS_EXCHANGE_EXCHANGE_H_
 #define JFLUX_OPS_EXCHANGE_EXCHANGE_H_
 
 #include <cstdint>
+#include <string>
 
 #include "core/dtype.h"
 #include "core/packet.h"
 #include "core/signal.h"
 #include "core/units.h"
 #include "jflux/shmem.h"
+#include "runtime/cuda_device.h"
 
 namespace jflux {
 
@@ -82,6 +83,14 @@ struct ExchangeArrays {
 
 bool ExchangeCpu(const ExchangeParams& params, const ExchangeArrays& arrays,
                  const SymmetricView& view, uint64_t epoch, const WaitContext& ctx);
+
+// Enqueues the call on `stream`.
+bool LaunchExchange(const ExchangeParams& params, const ExchangeArrays& arrays, int64_t site,
+                    const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
+                    std::string* error);
+
+// Loads the kernels on the current device.
+bool LoadExchangeKernels(std::string* error);
 
 }  // namespace jflux
 

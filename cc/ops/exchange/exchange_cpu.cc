@@ -1,5 +1,4 @@
 // The CPU back end of the exchanges: one thread runs a rank's part.
-#include "ops/exchange/chunked_exchange_body.h"
 #include "ops/exchange/exchange_body.h"
 #include "runtime/packet_call_cpu.h"
 

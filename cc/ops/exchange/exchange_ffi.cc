@@ -1,17 +1,29 @@
-// FFI handlers of the exchanges.
+// The plan and the FFI handlers of the exchanges.
 #include <string>
 
-#include "ops/exchange/exchange_plan.h"
+#include "ops/exchange/exchange.h"
 #include "runtime/fault.h"
 #include "runtime/ffi.h"
+#include "runtime/op.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "ops/exchange/exchange_cuda.h"
 #include "runtime/cuda_call.h"
 #endif
 
 namespace jflux {
 namespace {
+
+// Fields of a call: world, shard_bytes and chunked. Of the plan: workspace_bytes.
+bool PlanExchange(const Fields& fields, const Machine&, Fields* plan, std::string* why_not) {
+  CallReader call(fields);
+  ExchangeParams p{};
+  p.world = static_cast<int32_t>(call.Get("world", 1, kMaxRanks));
+  p.x = Shards{1, 1, call.Get("shard_bytes", 1, int64_t{1} << 40)};
+  p.chunked = call.Get("chunked", 0, 1) == 1;
+  if (!call.Check(why_not)) return false;
+  *plan = Fields{{"workspace_bytes", p.WorkspaceBytes()}};
+  return true;
+}
 
 struct Attributes {
   CallAttributes call;
@@ -103,35 +115,17 @@ XLA_FFI_DEFINE_HANDLER(kAllToAllCuda, Cuda<kAllToAllId>, Bindings(BindCuda()),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kReduceScatterCuda, Cuda<kReduceScatterId>, Bindings(BindCuda()),
                        {ffi::Traits::kCmdBufferCompatible});
-bool (*const kLoadKernels)(std::string* error) = LoadExchangeKernels;
-#else
-constexpr XLA_FFI_Handler* kAllGatherCuda = nullptr;
-constexpr XLA_FFI_Handler* kAllToAllCuda = nullptr;
-constexpr XLA_FFI_Handler* kReduceScatterCuda = nullptr;
-constexpr bool (*kLoadKernels)(std::string* error) = nullptr;
 #endif
 
 }  // namespace
 
-// Listed in cc/ops/registry.cc. The first one loads the kernels of all.
+// Listed in cc/ops/registry.cc.
 extern const Op kAllGatherOp, kAllToAllOp, kReduceScatterOp;
-constexpr Op ExchangeOp(OpId id, const char* name, XLA_FFI_Handler* cpu, XLA_FFI_Handler* cuda,
-                        bool (*load_kernels)(std::string* error)) {
-  return {id,
-          name,
-          cpu,
-          cuda,
-          load_kernels,
-          /*most_splits=*/1,
-          PlanExchange,
-          /*constants=*/nullptr,
-          /*arguments=*/nullptr,
-          kPortableArch};
-}
-const Op kAllGatherOp =
-    ExchangeOp(kAllGatherId, "all_gather", kAllGatherCpu, kAllGatherCuda, kLoadKernels);
-const Op kAllToAllOp = ExchangeOp(kAllToAllId, "all_to_all", kAllToAllCpu, kAllToAllCuda, nullptr);
-const Op kReduceScatterOp =
-    ExchangeOp(kReduceScatterId, "reduce_scatter", kReduceScatterCpu, kReduceScatterCuda, nullptr);
+const Op kAllGatherOp = {kAllGatherId, "all_gather", kAllGatherCpu, JFLUX_IF_CUDA(kAllGatherCuda),
+                         PlanExchange};
+const Op kAllToAllOp = {kAllToAllId, "all_to_all", kAllToAllCpu, JFLUX_IF_CUDA(kAllToAllCuda),
+                        PlanExchange};
+const Op kReduceScatterOp = {kReduceScatterId, "reduce_scatter", kReduceScatterCpu,
+                             JFLUX_IF_CUDA(kReduceScatterCuda), PlanExchange};
 
 }  // namespace jflux

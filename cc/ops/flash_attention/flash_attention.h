@@ -24,14 +24,16 @@
 // A pair has a score if low <= key's position - query's position <= low + span and their segments
 // are equal. Padding has the position kNowhere.
 //
-// On CPUs all of this is plain lax. Python: jflux/_attention/flash_attention.py.
+// On CPUs all of this is plain lax. Python: jflux/_ops/attention/flash_attention.py.
 #ifndef JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_H_
 #define JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_H_
 
 #include <cstdint>
+#include <string>
 
 #include "core/dtype.h"
 #include "core/platform.h"
+#include "runtime/cuda_device.h"
 
 namespace jflux {
 
@@ -110,6 +112,16 @@ struct FlashAttentionArrays {
   void* out;
   float *lse, *dq, *dk, *dv;
 };
+
+// Enqueue a call on `stream`, on the current device: false and *error if they cannot.
+bool LaunchFlashAttention(const FlashAttentionParams& params, const FlashAttentionArrays& arrays,
+                          cudaStream_t stream, std::string* error);
+bool LaunchFlashAttentionBackward(const FlashAttentionParams& params,
+                                  const FlashAttentionArrays& arrays, cudaStream_t stream,
+                                  std::string* error);
+
+// Loads the kernels of both on the current device.
+bool LoadFlashAttentionKernels(std::string* error);
 
 }  // namespace jflux
 

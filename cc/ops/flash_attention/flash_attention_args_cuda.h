@@ -9,7 +9,7 @@
 
 #include "core/numbers.h"
 #include "ops/flash_attention/attention_sm90.cuh"
-#include "ops/flash_attention/flash_attention_cuda.h"
+#include "ops/flash_attention/flash_attention.h"
 #include "runtime/cuda_check.h"
 #include "runtime/kernels_cuda.h"
 

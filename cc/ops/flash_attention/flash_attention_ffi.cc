@@ -3,10 +3,10 @@
 
 #include "ops/flash_attention/flash_attention_operands.h"
 #include "runtime/ffi.h"
-#include "runtime/local_op.h"
+#include "runtime/op.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "ops/flash_attention/flash_attention_cuda.h"
+#include "ops/flash_attention/flash_attention.h"
 #include "runtime/local_cuda_call.h"
 #endif
 
@@ -58,16 +58,10 @@ XLA_FFI_DEFINE_HANDLER(kBackward, Backward, BindLocalCuda().RemainingArgs().Rema
 }  // namespace
 
 // Listed in cc/ops/registry.cc.
-extern const LocalOp kFlashAttentionOp, kFlashAttentionBackwardOp;
-#ifdef JFLUX_WITH_CUDA
-const LocalOp kFlashAttentionOp = {kFlashAttentionId, "flash_attention", nullptr, kForward,
-                                   LoadFlashAttention};
-const LocalOp kFlashAttentionBackwardOp = {kFlashAttentionBackwardId, "flash_attention_backward",
-                                           nullptr, kBackward, LoadFlashAttentionBackward};
-#else
-const LocalOp kFlashAttentionOp = {kFlashAttentionId, "flash_attention", nullptr, nullptr, nullptr};
-const LocalOp kFlashAttentionBackwardOp = {kFlashAttentionBackwardId, "flash_attention_backward",
-                                           nullptr, nullptr, nullptr};
-#endif
+extern const Op kFlashAttentionOp, kFlashAttentionBackwardOp;
+const Op kFlashAttentionOp = {kFlashAttentionId, "flash_attention", /*cpu=*/nullptr,
+                              JFLUX_IF_CUDA(kForward)};
+const Op kFlashAttentionBackwardOp = {kFlashAttentionBackwardId, "flash_attention_backward",
+                                      /*cpu=*/nullptr, JFLUX_IF_CUDA(kBackward)};
 
 }  // namespace jflux

@@ -31,24 +31,26 @@ using Forward = Kernels<AttentionPass::kForward>;
 using Dkv = Kernels<AttentionPass::kDkv>;
 using Dq = Kernels<AttentionPass::kDq>;
 
+bool LoadForward(std::string* error) { return attention::Load<Forward>(error); }
+
+bool LoadBackward(std::string* error) {
+  return attention::Load<Dkv>(error) && attention::Load<Dq>(error);
+}
+
 }  // namespace
 
-bool LoadFlashAttention(std::string* error) { return attention::Load<Forward>(error); }
-
-bool LoadFlashAttentionBackward(std::string* error) {
-  return attention::Load<Dkv>(error) && attention::Load<Dq>(error);
+bool LoadFlashAttentionKernels(std::string* error) {
+  return LoadForward(error) && LoadBackward(error);
 }
 
 bool LaunchFlashAttention(const FlashAttentionParams& p, const FlashAttentionArrays& arrays,
                           cudaStream_t stream, std::string* error) {
-  return LoadOnce(LoadFlashAttention, error) &&
-         attention::Launch<Forward>(p, arrays, stream, error);
+  return LoadOnce(LoadForward, error) && attention::Launch<Forward>(p, arrays, stream, error);
 }
 
 bool LaunchFlashAttentionBackward(const FlashAttentionParams& p, const FlashAttentionArrays& arrays,
                                   cudaStream_t stream, std::string* error) {
-  return LoadOnce(LoadFlashAttentionBackward, error) &&
-         attention::Launch<Dkv>(p, arrays, stream, error) &&
+  return LoadOnce(LoadBackward, error) && attention::Launch<Dkv>(p, arrays, stream, error) &&
          attention::Launch<Dq>(p, arrays, stream, error);
 }
 

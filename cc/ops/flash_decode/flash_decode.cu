@@ -24,7 +24,7 @@
 #include "core/platform.h"
 #include "gpu/epilogue_sm90.cuh"
 #include "gpu/ptx.cuh"
-#include "ops/flash_decode/flash_decode_cuda.h"
+#include "ops/flash_decode/flash_decode.h"
 #include "runtime/kernels_cuda.h"
 
 namespace jflux {

@@ -17,14 +17,17 @@
 //   parts       f32 [splits, B, H, D + 1], if splits > 1: scratch
 //
 // On CPUs it is plain lax, and the handler is a check of the lengths before it: bounds -> bounds,
-// or the fault as the call's error. Python: jflux/_attention/flash_decode_part.py.
+// or the fault as the call's error. Python: jflux/_ops/attention/_flash_decode_primitive.py.
 #ifndef JFLUX_OPS_FLASH_DECODE_FLASH_DECODE_H_
 #define JFLUX_OPS_FLASH_DECODE_FLASH_DECODE_H_
 
 #include <cstdint>
+#include <string>
 
 #include "core/dtype.h"
 #include "core/platform.h"
+#include "gpu/device_state.h"
+#include "runtime/cuda_device.h"
 
 namespace jflux {
 
@@ -56,6 +59,14 @@ struct FlashDecodeArrays {
   const int32_t* block_table;  // null if the cache is whole
   float *out, *parts;          // parts: null for one split
 };
+
+// Enqueues the call on `stream`, on the current device: false and *error if it cannot. `state` is
+// the device's, for its fault record; null without a heap.
+bool LaunchFlashDecode(const FlashDecodeParams& params, const FlashDecodeArrays& arrays,
+                       DeviceState* state, cudaStream_t stream, std::string* error);
+
+// Loads the kernels on the current device.
+bool LoadFlashDecodeKernels(std::string* error);
 
 }  // namespace jflux
 

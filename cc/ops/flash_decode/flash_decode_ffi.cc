@@ -7,10 +7,9 @@
 #include "ops/flash_decode/flash_decode.h"
 #include "runtime/fault.h"
 #include "runtime/ffi.h"
-#include "runtime/local_op.h"
+#include "runtime/op.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "ops/flash_decode/flash_decode_cuda.h"
 #include "runtime/local_cuda_call.h"
 #endif
 
@@ -162,13 +161,7 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, BindLocalCuda().RemainingArgs().RemainingRet
 }  // namespace
 
 // Listed in cc/ops/registry.cc.
-extern const LocalOp kFlashDecodeOp;
-#ifdef JFLUX_WITH_CUDA
-const LocalOp kFlashDecodeOp = {kFlashDecodeId, "flash_decode",         kCheckOnCpu,
-                                kCuda,          LoadFlashDecodeKernels, kPortableArch};
-#else
-const LocalOp kFlashDecodeOp = {kFlashDecodeId, "flash_decode", kCheckOnCpu,
-                                nullptr,        nullptr,        kPortableArch};
-#endif
+extern const Op kFlashDecodeOp;
+const Op kFlashDecodeOp = {kFlashDecodeId, "flash_decode", kCheckOnCpu, JFLUX_IF_CUDA(kCuda)};
 
 }  // namespace jflux

@@ -10,8 +10,8 @@
 // M, are an error that names the op and the number (SizesAreWrong says it in words); no memory
 // outside of the arrays is touched.
 //
-// The calls (Params), their arrays, and the CPU back end's bodies. GPU: the launchers in
-// grouped_matmul_cuda.h. Python: jflux/_ops/grouped_matmul.py.
+// The calls (Params), their arrays, the CPU back end's bodies, the choice of a kernel, and the CUDA
+// launchers. Python: jflux/_ops/products/grouped_matmul.py.
 #ifndef JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_H_
 #define JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_H_
 
@@ -20,6 +20,8 @@
 
 #include "core/activation.h"
 #include "core/dtype.h"
+#include "gpu/gemm_choice.h"
+#include "runtime/cuda_device.h"
 
 namespace jflux {
 
@@ -89,6 +91,85 @@ std::string SizesAreWrong(const int32_t* group_sizes, int64_t groups, int64_t m)
 // The CPU back end's bodies. The sizes are right.
 void GroupedMatmulCpu(const GroupedMatmulParams& params, const GroupedMatmulArrays& arrays);
 void GroupedMatmulDwCpu(const GroupedMatmulDwParams& params, const GroupedMatmulDwArrays& arrays);
+
+// The configurations that both grouped kernels have. A gate takes half of a tile's columns for each
+// weight, in boxes of 64.
+inline constexpr GemmChoice kGroupedCompiled[] = {
+    {256, 2, 8}, {256, 1, 16}, {192, 1, 16}, {128, 1, 16}};
+
+// Whether kernel `c` takes such a call.
+inline bool TakesGrouped(const GemmChoice& c, bool gated, TileChoice tile) {
+  const bool is_wanted =
+      tile.columns == 0 || (tile.columns == c.tile_n && tile.cluster_m == c.cluster_m);
+  return is_wanted && (!gated || c.tile_n % 128 == 0);
+}
+
+inline bool IsGroupedTile(bool gated, TileChoice tile) {
+  for (const GemmChoice& c : kGroupedCompiled) {
+    if (TakesGrouped(c, gated, tile)) return true;
+  }
+  return false;
+}
+
+// The configuration with the least cost(choice) among those that take such a call.
+template <typename Cost>
+GemmChoice CheapestGrouped(bool gated, TileChoice tile, Cost&& cost) {
+  const GemmChoice* best = nullptr;
+  for (const GemmChoice& c : kGroupedCompiled) {
+    if (!TakesGrouped(c, gated, tile)) continue;
+    if (best == nullptr || cost(c) < cost(*best)) best = &c;
+  }
+  return *best;
+}
+
+inline bool HasFewRows(int64_t m, int64_t groups) { return m <= 64 * groups; }
+
+// The cost of a product of `tile_rows` rows: the m rows of the groups, and what fills up their last
+// tiles. With few rows in each group reading the weights takes the time, and the widest tile reads
+// most at once. On one H100 this choice was 0.9 % slower than the fastest kernel on average over 48
+// products of six shapes (docs/experiments/0036).
+inline double EstimateGroupedCost(const GemmChoice& c, int64_t m, int64_t groups, int64_t tile_rows,
+                                  int64_t n, int64_t k, const Machine& machine) {
+  if (HasFewRows(m, groups)) return c.tile_n == 256 && c.cluster_m == 1 ? 0 : 1;
+  return EstimateCost(c, tile_rows, n, k, machine) * (c.cluster_m == 2 ? 0.957 : 1);
+}
+
+inline GemmChoice ChooseGrouped(const GroupedMatmulParams& p, const Machine& machine) {
+  return CheapestGrouped(p.gated, p.tile, [&](const GemmChoice& c) {
+    const int64_t past_the_end = p.groups * kGemmTileM * c.cluster_m * 2 / 5;
+    return EstimateGroupedCost(c, p.m, p.groups, p.m + past_the_end, p.n * p.Weights(), p.k,
+                               machine);
+  });
+}
+
+inline GemmChoice ChooseGroupedDw(const GroupedMatmulDwParams& p, const Machine& machine) {
+  return CheapestGrouped(/*gated=*/false, p.tile, [&](const GemmChoice& c) {
+    const int64_t rows = RoundUp<int64_t>(p.k, kGemmTileM * c.cluster_m);
+    return EstimateGroupedCost(c, p.m, p.groups, p.groups * rows, p.n, CeilDiv(p.m, p.groups),
+                               machine);
+  });
+}
+
+// Rows of a box of A: with few rows of each group, boxes that hold none of them are not loaded.
+inline int32_t GroupedBoxRows(const GroupedMatmulParams& p) {
+  const int64_t most = HasFewRows(p.m, p.groups) ? 64 : kGemmTileM;
+  return static_cast<int32_t>(Min<int64_t>(p.m, most));
+}
+
+// Why no kernel takes the call; empty if one does. Pure.
+std::string WhyNoGroupedMatmulKernel(const GroupedMatmulParams& params);
+std::string WhyNoGroupedMatmulDwKernel(const GroupedMatmulDwParams& params);
+
+// Enqueues the call on `stream`, on the current device: false and *error if it cannot.
+bool LaunchGroupedMatmul(const GroupedMatmulParams& params, const GroupedMatmulArrays& arrays,
+                         cudaStream_t stream, std::string* error);
+bool LaunchGroupedMatmulDw(const GroupedMatmulDwParams& params, const GroupedMatmulDwArrays& arrays,
+                           cudaStream_t stream, std::string* error);
+
+// Load kernels on the current device: the first function those of both ops, the second those of the
+// weight gradient.
+bool LoadGroupedMatmulKernels(std::string* error);
+bool LoadGroupedMatmulDwKernels(std::string* error);
 
 }  // namespace jflux
 

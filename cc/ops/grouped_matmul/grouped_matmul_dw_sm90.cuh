@@ -11,7 +11,7 @@
 
 #include "gpu/epilogue_sm90.cuh"
 #include "gpu/gemm_sm90.cuh"
-#include "ops/grouped_matmul/grouped_matmul_args.cuh"
+#include "ops/grouped_matmul/grouped_matmul_sm90.cuh"
 
 namespace jflux {
 

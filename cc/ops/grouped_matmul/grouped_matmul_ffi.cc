@@ -5,10 +5,9 @@
 
 #include "ops/grouped_matmul/grouped_matmul.h"
 #include "runtime/ffi.h"
-#include "runtime/local_op.h"
+#include "runtime/op.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "ops/grouped_matmul/grouped_matmul_cuda.h"
 #include "runtime/local_cuda_call.h"
 #endif
 
@@ -227,16 +226,9 @@ XLA_FFI_DEFINE_HANDLER(kDwCuda, DwCuda, DwBindings(BindLocalCuda()),
 }  // namespace
 
 // Listed in cc/ops/registry.cc.
-extern const LocalOp kGroupedMatmulOp, kGroupedMatmulDwOp;
-#ifdef JFLUX_WITH_CUDA
-const LocalOp kGroupedMatmulOp = {kGroupedMatmulId, "grouped_matmul", kCpu, kCuda,
-                                  LoadGroupedMatmulKernels};
-const LocalOp kGroupedMatmulDwOp = {kGroupedMatmulDwId, "grouped_matmul_dw", kDwCpu, kDwCuda,
-                                    nullptr};
-#else
-const LocalOp kGroupedMatmulOp = {kGroupedMatmulId, "grouped_matmul", kCpu, nullptr, nullptr};
-const LocalOp kGroupedMatmulDwOp = {kGroupedMatmulDwId, "grouped_matmul_dw", kDwCpu, nullptr,
-                                    nullptr};
-#endif
+extern const Op kGroupedMatmulOp, kGroupedMatmulDwOp;
+const Op kGroupedMatmulOp = {kGroupedMatmulId, "grouped_matmul", kCpu, JFLUX_IF_CUDA(kCuda)};
+const Op kGroupedMatmulDwOp = {kGroupedMatmulDwId, "grouped_matmul_dw", kDwCpu,
+                               JFLUX_IF_CUDA(kDwCuda)};
 
 }  // namespace jflux

@@ -9,9 +9,8 @@
 #include <string>
 
 #include "gpu/gemm_smem.cuh"
-#include "ops/grouped_matmul/grouped_matmul_args.cuh"
-#include "ops/grouped_matmul/grouped_matmul_config.h"
-#include "ops/grouped_matmul/grouped_matmul_cuda.h"
+#include "ops/grouped_matmul/grouped_matmul.h"
+#include "ops/grouped_matmul/grouped_matmul_sm90.cuh"
 #include "runtime/cuda_check.h"
 #include "runtime/cuda_device.h"
 #include "runtime/kernels_cuda.h"

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "core/layout.h"
-#include "ops/grouped_matmul/grouped_matmul_config.h"
+#include "ops/grouped_matmul/grouped_matmul.h"
 #include "runtime/op.h"
 
 namespace jflux {

@@ -10,8 +10,8 @@
 // destination, grows. Rows of y from offsets[groups] on are zeros. A destination that is no row of
 // a group stands for a row of zeros, whatever its weight.
 //
-// The call (Params), the layout of its workspace, and the CPU back end's body. GPU: the launcher in
-// grouped_matmul_reduce_scatter_cuda.h. Python: jflux/moe/_scattered.py.
+// The call (Params), the layout of its workspace, the CPU back end's body, what a plan for GPUs
+// chooses, and the CUDA launcher. Python: jflux/_ops/experts/grouped_matmul_reduce_scatter.py.
 //
 // Protocol. A rank computes tiles in the order of core/scattered_tiles.h. When all rows of some
 // tokens are there, it sums them: peers' tokens into slots in the owner's workspace, with a signal
@@ -28,12 +28,15 @@
 #define JFLUX_OPS_GROUPED_MATMUL_REDUCE_SCATTER_GROUPED_MATMUL_REDUCE_SCATTER_H_
 
 #include <cstdint>
+#include <string>
 
 #include "core/dtype.h"
 #include "core/layout.h"
 #include "core/scattered_tiles.h"
 #include "core/signal.h"
 #include "ops/grouped_matmul/grouped_matmul.h"
+#include "ops/grouped_matmul/segments.h"
+#include "runtime/cuda_device.h"
 
 namespace jflux {
 
@@ -112,6 +115,33 @@ bool GroupedMatmulReduceScatterCpu(const GroupedMatmulReduceScatterParams& param
                                    const GroupedMatmulReduceScatterArrays& arrays,
                                    const SymmetricView& view, uint64_t epoch,
                                    const WaitContext& ctx);
+
+// Bytes of an item's sums: enough that a signal, and a wait for it, do not count. The last items
+// are what nothing hides, so there should be one for each warp.
+inline constexpr int64_t kItemBytes = 8192;
+inline constexpr int32_t kMostItemTokens = 16;
+
+// The fewest rows of an expert in a segment for several segments of a rank. The sums that they hide
+// take a few percent of the product's time, so reading weights once more needs more rows than in a
+// gather to be worthwhile.
+inline constexpr int64_t kLeastRowsToScatter = 2 * kLeastRowsOfSegment;
+
+inline int32_t ItemTokens(int64_t row_bytes) {
+  return static_cast<int32_t>(
+      Max<int64_t>(1, Min<int64_t>(kMostItemTokens, kItemBytes / row_bytes)));
+}
+
+inline bool AreItemTokens(int64_t n) { return 0 < n && n <= kMostItemTokens; }
+
+// Enqueues the call on `stream`.
+bool LaunchGroupedMatmulReduceScatter(const GroupedMatmulReduceScatterParams& params,
+                                      const GroupedMatmulReduceScatterArrays& arrays,
+                                      const GemmChoice& choice, int64_t site,
+                                      const CudaDevice& device, const SymmetricView& view,
+                                      cudaStream_t stream, std::string* error);
+
+// Loads the kernels on the current device.
+bool LoadGroupedMatmulReduceScatterKernels(std::string* error);
 
 }  // namespace jflux
 

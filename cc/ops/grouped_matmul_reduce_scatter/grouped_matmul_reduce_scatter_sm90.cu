@@ -1,6 +1,6 @@
 // Instantiates the kernels of grouped_matmul_reduce_scatter and launches one.
 #include "ops/grouped_matmul/grouped_matmul_instances_cuda.h"
-#include "ops/grouped_matmul_reduce_scatter/grouped_matmul_reduce_scatter_cuda.h"
+#include "ops/grouped_matmul_reduce_scatter/grouped_matmul_reduce_scatter.h"
 #include "ops/grouped_matmul_reduce_scatter/grouped_matmul_reduce_scatter_sm90.cuh"
 
 namespace jflux {

@@ -1,8 +1,8 @@
 // matmul_all_reduce: y = psum over ranks of x[rows, k] @ w[k, n], the same on all ranks. k is this
 // rank's part of the contracted dimension.
 //
-// The call (Params), its workspace layout, and the CPU back end's body; the CUDA launcher is in
-// matmul_all_reduce_cuda.h. Python: jflux/_ops/matmul_all_reduce.py.
+// The call (Params), its workspace layout, the CPU back end's body, what a plan for GPUs chooses,
+// and the CUDA launcher. Python: jflux/_ops/products/matmul_all_reduce.py.
 //
 // Protocol. First matmul_reduce_scatter: each rank owns the same number of rows of the sum and
 // receives the peers' partial tiles of them. A finished local tile goes to y and to a slot in every
@@ -15,8 +15,16 @@
 #define JFLUX_OPS_MATMUL_ALL_REDUCE_MATMUL_ALL_REDUCE_H_
 
 #include <cstdint>
+#include <string>
 
+#include "core/layout.h"
+#include "core/platform.h"
+#include "core/signal.h"
+#include "gpu/gemm_choice.h"
+#include "gpu/senders.h"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
+#include "runtime/cuda_device.h"
+#include "runtime/product_plan.h"
 
 namespace jflux {
 
@@ -70,6 +78,139 @@ struct MatmulAllReduceArrays {
 bool MatmulAllReduceCpu(const MatmulAllReduceParams& params, const ScatterTiling& tiling,
                         const MatmulAllReduceArrays& arrays, const SymmetricView& view,
                         uint64_t epoch, const WaitContext& ctx);
+
+// matmul_all_reduce of few rows on two ranks, as in decoding: workspace layout and the CPU back
+// end's body.
+//
+// Protocol. All tiles form one wave and finish at about the same time, so latency dominates. Both
+// ranks compute every tile, send it, rounded, to each other, and add the peer's tile to their own,
+// rounded alike. a + b equals b + a, so both ranks get the same bits, and a partial tile crosses
+// the link once.
+//
+//   writes  each rank: the peer's workspace, one signal per m64 block
+//   waits   each rank, for the peer's m64 block of the same slice
+//   order   data, then the signal with release at system scope
+//   reset   never: core/signal.h
+//
+// Deadlock: a tile is sent before the peer's tile is awaited, and both ranks compute the tiles in
+// the same order. The first tile that some rank has not sent is running or next there: a wait is
+// only for earlier tiles.
+
+struct FewRowsLayout {
+  int32_t slices;      // slices of the columns
+  int32_t m64_blocks;  // m64 blocks of a slice
+  int64_t m64_bytes;
+
+  // slice_n: columns of a slice.
+  static FewRowsLayout Make(int32_t slices, int32_t slice_n, int64_t rows, int64_t element_bytes) {
+    return FewRowsLayout{slices, static_cast<int32_t>(CeilDiv<int64_t>(rows, 64)),
+                         64 * slice_n * element_bytes};
+  }
+
+  // Offsets of an m64 block of a slice, into the signals and into the data of a half.
+  JFLUX_HD int64_t SignalOffset(int32_t slice, int m64) const {
+    return Index(slice, m64) * static_cast<int64_t>(sizeof(Signal));
+  }
+  JFLUX_HD int64_t M64Offset(int32_t slice, int m64) const { return Index(slice, m64) * m64_bytes; }
+  WorkspaceLayout Workspace() const {
+    return WorkspaceLayout::For(SignalOffset(slices, 0), M64Offset(slices, 0));
+  }
+
+ private:
+  JFLUX_HD int64_t Index(int32_t slice, int m64) const {
+    return static_cast<int64_t>(slice) * m64_blocks + m64;
+  }
+};
+
+// The CPU back end's layout, and its body, which has the parameters of MatmulAllReduceCpu.
+inline FewRowsLayout FewRowsLayoutOf(const MatmulAllReduceParams& p, int32_t slice_n) {
+  const MatmulReduceScatterParams& s = p.scatter;
+  return FewRowsLayout::Make(static_cast<int32_t>(CeilDiv<int64_t>(s.n, slice_n)), slice_n,
+                             s.rows.Total(), SizeOf(s.out_dtype));
+}
+bool FewRowsCpu(const MatmulAllReduceParams& params, int32_t slice_n,
+                const MatmulAllReduceArrays& arrays, const SymmetricView& view, uint64_t epoch,
+                const WaitContext& ctx);
+
+// Whether the protocol is that of FewRowsLayout: all rows are one tile, of two ranks.
+inline bool AreFewRows(int world, int64_t rows) { return world == 2 && rows <= kGemmTileM; }
+inline bool AreFewRows(const MatmulAllReduceParams& p) {
+  return AreFewRows(p.scatter.rows.world, p.scatter.rows.Total());
+}
+
+inline constexpr char kWhatFitsAllReduce[] =
+    "16-bit operands and results of one type, k and n that are multiples of 8, and a multiple of "
+    "128 rows for each rank (two ranks: or up to 128 rows in all)";
+inline bool FitsKernel(const MatmulAllReduceParams& p) {
+  const MatmulReduceScatterParams& s = p.scatter;
+  return SizeOf(s.dtype) == 2 && s.out_dtype == s.dtype && s.k % 8 == 0 && s.n % 8 == 0 &&
+         (AreFewRows(p) || s.rows.inner % kGemmTileM == 0);
+}
+
+inline MatmulAllReduceLayout CudaLayoutOf(const MatmulAllReduceParams& p, const GemmChoice& c) {
+  return MatmulAllReduceLayout::Make(p, kGemmTileM, c.tile_n, /*signals_per_slot=*/kGemmTileM / 64);
+}
+
+inline FewRowsLayout FewRowsLayoutOf(const MatmulAllReduceParams& p, const GemmChoice& c) {
+  const MatmulReduceScatterParams& s = p.scatter;
+  return FewRowsLayout::Make(static_cast<int32_t>(CeilDiv<int64_t>(s.n, c.tile_n)) * c.splits,
+                             c.tile_n / c.splits, s.rows.Total(), SizeOf(s.out_dtype));
+}
+
+// The workspaces that a call takes, on a CPU and on a GPU.
+inline WorkspaceLayout MatmulAllReduceCpuWorkspace(const MatmulAllReduceParams& p) {
+  const ScatterTiling tiling;
+  return AreFewRows(p)
+             ? FewRowsLayoutOf(p, tiling.tile_n).Workspace()
+             : MatmulAllReduceLayout::Make(p, tiling.tile_m, tiling.tile_n, 1).Workspace();
+}
+inline WorkspaceLayout MatmulAllReduceWorkspace(const MatmulAllReduceParams& p,
+                                                const GemmChoice& c) {
+  return AreFewRows(p) ? FewRowsLayoutOf(p, c).Workspace() : CudaLayoutOf(p, c).Workspace();
+}
+
+// Measured as kScatterCosts.
+inline constexpr TileCosts kReduceCosts{1.04, kScatterCosts.narrow, kExposed};
+
+// Up to 2048 rows are one raster group over w: then tiles are finished, and sent to the peers, from
+// the beginning on. More are shorter raster groups, faster at 4096 (docs/experiments/0027); and on
+// two ranks, from 1024 rows on, tiles of 128 and 256 columns: the peer's rows come first then, and
+// travel behind the own ones (docs/experiments/0051).
+inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, int64_t k,
+                                  const Machine& machine, bool transpose_rhs = false) {
+  const int64_t m = world * rows_per_rank;
+  if (AreFewRows(world, m)) {
+    return ChooseSplits(GemmChoice{kSharedKTile, 1, 1}, m, n, k, machine, kReduceSplits);
+  }
+  GemmChoice c =
+      ChooseGemm(world, rows_per_rank, n, k, machine, Loading(kReduceCosts, k, n, transpose_rhs));
+  const bool peers_first = world == 2 && m >= 1024 && c.tile_n % 128 == 0;
+  if (m <= 2048 && !peers_first) c.group_m = 0;
+  return c;
+}
+
+// What a choice from elsewhere becomes. Few rows have kernels for one tile only.
+inline GemmChoice Possible(const MatmulAllReduceParams& p, const GemmChoice& c) {
+  const MatmulReduceScatterParams& s = p.scatter;
+  if (!AreFewRows(p)) return FitSplits(c, s.rows.Total(), s.k, /*most=*/1);
+  return FitSplits(GemmChoice{kSharedKTile, 1, 1, c.splits}, s.rows.Total(), s.k, kReduceSplits);
+}
+
+// Store warps that may send at a time; 0: all. A finished tile goes to all peers. With fewer than
+// 16 it was slower (2 x H200). Few rows are one wave, and all send.
+inline int32_t AllReduceSenders(const MatmulAllReduceParams& p, const Machine& machine) {
+  if (AreFewRows(p)) return 0;
+  const int32_t warps = SendingStoreWarps(p.scatter.k, p.scatter.rows.world - 1, machine);
+  return warps == 0 ? 0 : Max(16, warps);
+}
+
+// Enqueues the call on `stream`.
+bool LaunchMatmulAllReduce(const MatmulAllReduceParams& params, const MatmulAllReduceArrays& arrays,
+                           const ProductPlan& plan, int64_t site, const CudaDevice& device,
+                           const SymmetricView& view, cudaStream_t stream, std::string* error);
+
+// Loads the kernels on the current device.
+bool LoadMatmulAllReduceKernels(std::string* error);
 
 }  // namespace jflux
 

@@ -1,15 +1,36 @@
-// FFI handlers of matmul_all_reduce.
-#include "ops/matmul_all_reduce/matmul_all_reduce_config.h"
+// The plan and the FFI handlers of matmul_all_reduce.
+#include "ops/matmul_all_reduce/matmul_all_reduce.h"
 #include "runtime/ffi.h"
 #include "runtime/product_plan.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "ops/matmul_all_reduce/matmul_all_reduce_cuda.h"
 #include "runtime/cuda_call.h"
 #endif
 
 namespace jflux {
 namespace {
+
+bool PlanMatmulAllReduce(const Fields& fields, const Machine& machine, Fields* plan,
+                         std::string* why_not) {
+  CallReader reader(fields);
+  const ProductCall call = ProductCall::Read(reader);
+  if (call.rows.outer != 1) reader.Refuse("`outer` is not 1");
+  if (!reader.Check(why_not)) return false;
+  const MatmulAllReduceParams p{
+      {call.rows, call.k, call.n, call.dtype, call.out_dtype, call.transpose_rhs}};
+  if (machine.IsCpu()) {
+    *plan = CpuPlan(MatmulAllReduceCpuWorkspace(p).TotalBytes());
+    return true;
+  }
+  if (!IsPlannable(call, FitsKernel(p), kWhatFitsAllReduce, why_not)) return false;
+  const GemmChoice wanted = call.given.value_or(ChooseAllReduce(
+      p.scatter.rows.world, p.scatter.rows.inner, call.n, call.k, machine, call.transpose_rhs));
+  const GemmChoice choice = Possible(p, wanted);
+  *plan = ProductPlan{choice, AllReduceSenders(p, machine),
+                      MatmulAllReduceWorkspace(p, choice).TotalBytes()}
+              .AsFields();
+  return true;
+}
 
 // x [rows, k] of this rank, w and the result y [rows, n] -> what to compute; empty if they do not
 // fit together.
@@ -114,19 +135,7 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 
 // Listed in cc/ops/registry.cc.
 extern const Op kMatmulAllReduceOp;
-const Op kMatmulAllReduceOp = {
-    kMatmulAllReduceId,
-    "matmul_all_reduce",
-    kCpu,
-#ifdef JFLUX_WITH_CUDA
-    kCuda,
-    LoadMatmulAllReduceKernels,
-#else
-    nullptr,
-    nullptr,
-#endif
-    /*most_splits=*/1,
-    PlanMatmulAllReduce,
-};
+const Op kMatmulAllReduceOp = {kMatmulAllReduceId, "matmul_all_reduce", kCpu, JFLUX_IF_CUDA(kCuda),
+                               PlanMatmulAllReduce};
 
 }  // namespace jflux

@@ -1,8 +1,7 @@
 // Instantiates the kernels of matmul_all_reduce and launches one.
-#include "ops/matmul_all_reduce/few_rows_sm90.cuh"
-#include "ops/matmul_all_reduce/matmul_all_reduce_cuda.h"
+#include "ops/matmul_all_reduce/matmul_all_reduce.h"
 #include "ops/matmul_all_reduce/matmul_all_reduce_sm90.cuh"
-#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_args_cuda.h"
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_sm90.cuh"
 #include "runtime/gemm_instances_cuda.h"
 
 namespace jflux {

@@ -1,15 +1,39 @@
-// FFI handlers of matmul_all_to_all.
-#include "ops/matmul_all_to_all/matmul_all_to_all_config.h"
+// The plan and the FFI handlers of matmul_all_to_all.
+#include "ops/matmul_all_to_all/matmul_all_to_all.h"
 #include "runtime/ffi.h"
 #include "runtime/product_plan.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "ops/matmul_all_to_all/matmul_all_to_all_cuda.h"
 #include "runtime/cuda_call.h"
 #endif
 
 namespace jflux {
 namespace {
+
+bool PlanMatmulAllToAll(const Fields& fields, const Machine& machine, Fields* plan,
+                        std::string* why_not) {
+  CallReader reader(fields);
+  const ProductCall call = ProductCall::Read(reader);
+  MatmulAllToAllParams p{call.rows,          call.k, call.n, call.dtype, call.out_dtype,
+                         call.transpose_rhs, false,  false};
+  p.split_rows = reader.GetOr("split_rows", 0, 0, 1) == 1;
+  p.concat_rows = reader.GetOr("concat_rows", 0, 0, 1) == 1;
+  if (!reader.Check(why_not)) return false;
+  if (machine.IsCpu()) {
+    const ShardTiling tiling;
+    const auto layout = AllToAllLayout::Make(p, tiling.tile_m, tiling.tile_n);
+    *plan = CpuPlan(layout.Workspace().TotalBytes());
+    return true;
+  }
+  if (!IsPlannable(call, FitsKernel(p), kWhatFitsAllToAll, why_not)) return false;
+  const GemmChoice wanted = call.given.value_or(
+      ChooseAllToAll(p.rows.world, p.rows.PerRank(), p.n, p.k, machine, p.transpose_rhs));
+  const GemmChoice choice = FitSplits(wanted, p.rows.Total(), p.k, /*most=*/1);
+  *plan = ProductPlan{choice, AllToAllSenders(p, choice, machine),
+                      CudaLayoutOf(p, choice).Workspace().TotalBytes()}
+              .AsFields();
+  return true;
+}
 
 struct Attributes {
   ProductAttributes product;
@@ -112,19 +136,7 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 
 // Listed in cc/ops/registry.cc.
 extern const Op kMatmulAllToAllOp;
-const Op kMatmulAllToAllOp = {
-    kMatmulAllToAllId,
-    "matmul_all_to_all",
-    kCpu,
-#ifdef JFLUX_WITH_CUDA
-    kCuda,
-    LoadMatmulAllToAllKernels,
-#else
-    nullptr,
-    nullptr,
-#endif
-    /*most_splits=*/1,
-    PlanMatmulAllToAll,
-};
+const Op kMatmulAllToAllOp = {kMatmulAllToAllId, "matmul_all_to_all", kCpu, JFLUX_IF_CUDA(kCuda),
+                              PlanMatmulAllToAll};
 
 }  // namespace jflux

@@ -1,5 +1,5 @@
 // Instantiates the kernels of matmul_all_to_all and launches one.
-#include "ops/matmul_all_to_all/matmul_all_to_all_cuda.h"
+#include "ops/matmul_all_to_all/matmul_all_to_all.h"
 #include "ops/matmul_all_to_all/matmul_all_to_all_sm90.cuh"
 #include "runtime/gemm_instances_cuda.h"
 

@@ -1,19 +1,24 @@
 // matmul_reduce_scatter: y = reduce_scatter over ranks of x[total rows, k] @ w[k, n]. k is this
 // rank's part of the contracted dimension.
 //
-// The call (Params), its workspace layout, and the CPU back end's body; the CUDA launcher is in
-// matmul_reduce_scatter_cuda.h. Python: jflux/_ops/matmul_reduce_scatter.py.
+// The call (Params), its workspace layout, the CPU back end's body, what a plan for GPUs chooses,
+// and the CUDA launcher. Python: jflux/_ops/products/matmul_reduce_scatter.py.
 #ifndef JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_H_
 #define JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_H_
 
 #include <cstdint>
 #include <functional>
+#include <string>
 
 #include "core/dtype.h"
 #include "core/layout.h"
 #include "core/rows.h"
 #include "core/signal.h"
 #include "core/tile_order.h"
+#include "gpu/gemm_choice.h"
+#include "gpu/senders.h"
+#include "runtime/cuda_device.h"
+#include "runtime/product_plan.h"
 
 namespace jflux {
 
@@ -112,6 +117,64 @@ bool ScatterTilesCpu(const MatmulReduceScatterParams& params, const ScatterTilin
                      const ReduceScatterLayout& layout, const MatmulReduceScatterArrays& arrays,
                      const SymmetricView& view, const CpuHalf& half, const WaitContext& ctx,
                      const std::function<void(Tile)>& finished);
+
+inline constexpr char kWhatFitsReduceScatter[] =
+    "16-bit operands, results of their type or float32, k and n that are multiples of 8, and, with "
+    "leading dimensions, shards whose rows are a multiple of 128";
+inline bool FitsKernel(const MatmulReduceScatterParams& p) {
+  return SizeOf(p.dtype) == 2 && (p.out_dtype == p.dtype || p.out_dtype == DType::kF32) &&
+         p.k % 8 == 0 && p.n % 8 == 0 && (p.rows.outer == 1 || p.rows.inner % kGemmTileM == 0);
+}
+
+inline ReduceScatterLayout CudaLayoutOf(const MatmulReduceScatterParams& p, const GemmChoice& c) {
+  MatmulReduceScatterParams whole_tiles = p;
+  whole_tiles.n = RoundUp<int64_t>(p.n, c.tile_n);
+  return ReduceScatterLayout::Make(whole_tiles, kGemmTileM, c.tile_n / c.splits,
+                                   /*signals_per_slot=*/kGemmTileM / 64);
+}
+
+inline GemmChoice ChooseReduceScatter(int world, int64_t rows_per_rank, int64_t n, int64_t k,
+                                      const Machine& machine, bool transpose_rhs = false) {
+  const int64_t m = world * rows_per_rank;
+  if (m <= kGemmTileM) return ChooseFew(m, n, k, machine, kReduceSplits);
+  // Tiles that ranks share wait in the middle of a raster group: at 996 rows on 2 x H200 1.13 of
+  // XLA's time, and .92 with tiles of 192 columns.
+  TileCosts costs = Loading(kScatterCosts, k, n, transpose_rhs);
+  if (rows_per_rank % kGemmTileM != 0) costs.shared = 1.2;
+  return ChooseGemm(world, rows_per_rank, n, k, machine, costs);
+}
+
+// Store warps that may send at a time; 0: all. params.k is that of all terms. In one raster group,
+// or one wave, peers wait for the parts of the last tiles, which nothing hides: then all send.
+inline int32_t ReduceScatterSenders(const MatmulReduceScatterParams& p, const GemmChoice& c,
+                                    const Machine& machine) {
+  const TileGrid grid = GridOf(c, p.rows.Total(), p.n, machine.sm_count);
+  const bool hides = c.group_m != 0 && !IsOneWave(c, grid.tiles_m * grid.tiles_n, machine.sm_count);
+  return hides ? SendingStoreWarps(p.k, p.out_dtype == DType::kF32 ? 2 : 1, machine) : 0;
+}
+
+// The sum of several products is scattered once: y = scatter(sum_i x_i @ w_i) + bias + residual.
+struct MatmulReduceScatterOperands {
+  struct Term {
+    const void* x;  // [outer, world * inner, k]
+    const void* w;  // [k, n], or [n, k] if transpose_rhs
+    int64_t k;
+  } products[kMaxWeights];
+  int32_t terms;
+  void* y;               // [outer, inner, n]
+  const float* bias;     // [n], or null
+  const void* residual;  // as y, or null
+};
+
+// Enqueues the call on `stream`. params.k is that of all terms. With outer > 1, inner must be a
+// multiple of kGemmTileM.
+bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& params,
+                               const MatmulReduceScatterOperands& operands, const ProductPlan& plan,
+                               int64_t site, const CudaDevice& device, const SymmetricView& view,
+                               cudaStream_t stream, std::string* error);
+
+// Loads the kernels on the current device.
+bool LoadMatmulReduceScatterKernels(std::string* error);
 
 }  // namespace jflux
 

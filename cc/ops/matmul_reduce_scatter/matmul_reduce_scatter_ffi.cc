@@ -1,15 +1,40 @@
-// FFI handlers of matmul_reduce_scatter.
-#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_config.h"
+// The plan and the FFI handlers of matmul_reduce_scatter.
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
 #include "runtime/ffi.h"
 #include "runtime/product_plan.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_cuda.h"
 #include "runtime/cuda_call.h"
 #endif
 
 namespace jflux {
 namespace {
+
+bool PlanMatmulReduceScatter(const Fields& fields, const Machine& machine, Fields* plan,
+                             std::string* why_not) {
+  CallReader reader(fields);
+  const ProductCall call = ProductCall::Read(reader);
+  const int64_t first_k = reader.GetOr("first_k", call.k, 1, call.k);  // of the first term
+  if (!reader.Check(why_not)) return false;
+  const MatmulReduceScatterParams p{call.rows,  call.k,         call.n,
+                                    call.dtype, call.out_dtype, call.transpose_rhs};
+  if (machine.IsCpu()) {
+    const ScatterTiling tiling;
+    const auto layout =
+        ReduceScatterLayout::Make(p, tiling.tile_m, tiling.tile_n, /*signals_per_slot=*/1);
+    *plan = CpuPlan(layout.Workspace().TotalBytes());
+    return true;
+  }
+  if (!IsPlannable(call, FitsKernel(p), kWhatFitsReduceScatter, why_not)) return false;
+  const GemmChoice wanted = call.given.value_or(
+      ChooseReduceScatter(p.rows.world, p.rows.PerRank(), p.n, p.k, machine, p.transpose_rhs));
+  // Each of the CTAs that share k has some of the first term's.
+  const GemmChoice choice = FitSplits(wanted, p.rows.Total(), first_k, kReduceSplits);
+  *plan = ProductPlan{choice, ReduceScatterSenders(p, choice, machine),
+                      CudaLayoutOf(p, choice).Workspace().TotalBytes()}
+              .AsFields();
+  return true;
+}
 
 struct Attributes {
   ProductAttributes product;
@@ -146,18 +171,7 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 // Listed in cc/ops/registry.cc.
 extern const Op kMatmulReduceScatterOp;
 const Op kMatmulReduceScatterOp = {
-    kMatmulReduceScatterId,
-    "matmul_reduce_scatter",
-    kCpu,
-#ifdef JFLUX_WITH_CUDA
-    kCuda,
-    LoadMatmulReduceScatterKernels,
-#else
-    nullptr,
-    nullptr,
-#endif
-    /*most_splits=*/kReduceSplits,
-    PlanMatmulReduceScatter,
-};
+    kMatmulReduceScatterId, "matmul_reduce_scatter", kCpu,
+    JFLUX_IF_CUDA(kCuda),   PlanMatmulReduceScatter, /*most_splits=*/kReduceSplits};
 
 }  // namespace jflux

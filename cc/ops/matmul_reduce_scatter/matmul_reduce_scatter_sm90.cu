@@ -1,5 +1,5 @@
 // Instantiates the kernels of matmul_reduce_scatter and launches one.
-#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_args_cuda.h"
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_sm90.cuh"
 
 namespace jflux {
 namespace {

@@ -4,9 +4,8 @@
 
 #include "jflux/kernel.cuh"
 #include "ops/moe_dispatch/moe_combine_body.h"
+#include "ops/moe_dispatch/moe_dispatch.h"
 #include "ops/moe_dispatch/moe_dispatch_body.h"
-#include "ops/moe_dispatch/moe_dispatch_cuda.h"
-#include "ops/moe_dispatch/moe_dispatch_plan.h"
 #include "runtime/kernels_cuda.h"
 
 namespace jflux {

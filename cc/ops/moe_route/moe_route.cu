@@ -16,7 +16,7 @@
 #include "gpu/cluster.cuh"
 #include "gpu/machine.h"
 #include "gpu/warp_scan.cuh"
-#include "ops/moe_route/moe_route_cuda.h"
+#include "ops/moe_route/moe_route.h"
 #include "runtime/kernels_cuda.h"
 
 namespace jflux {

@@ -9,7 +9,7 @@
 // Rows lie expert after expert, and within an expert in the order of slots. An index below -1 or
 // from `experts` on is an error that names it.
 //
-// Python: jflux/moe/_routing.py.
+// Python: jflux/_ops/experts/routing.py.
 #ifndef JFLUX_OPS_MOE_ROUTE_MOE_ROUTE_H_
 #define JFLUX_OPS_MOE_ROUTE_MOE_ROUTE_H_
 
@@ -17,6 +17,7 @@
 #include <string>
 
 #include "core/dtype.h"
+#include "runtime/cuda_device.h"
 
 namespace jflux {
 
@@ -39,6 +40,14 @@ struct MoeRouteArrays {
 // The CPU back end's body: a counting sort, O(slots + experts). What is wrong with the indices;
 // empty if nothing is.
 std::string MoeRouteCpu(const MoeRouteParams& params, const MoeRouteArrays& arrays);
+
+// Enqueues the call on `stream`, on the current device: false and *error if it cannot. An index
+// that is no expert's counts as -1.
+bool LaunchMoeRoute(const MoeRouteParams& params, const MoeRouteArrays& arrays, cudaStream_t stream,
+                    std::string* error);
+
+// Loads the kernel on the current device.
+bool LoadMoeRouteKernels(std::string* error);
 
 }  // namespace jflux
 

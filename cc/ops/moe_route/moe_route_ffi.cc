@@ -5,10 +5,9 @@
 
 #include "ops/moe_route/moe_route.h"
 #include "runtime/ffi.h"
-#include "runtime/local_op.h"
+#include "runtime/op.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "ops/moe_route/moe_route_cuda.h"
 #include "runtime/local_cuda_call.h"
 #endif
 
@@ -90,12 +89,7 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindLocalCuda()), {ffi::Traits::kCm
 }  // namespace
 
 // Listed in cc/ops/registry.cc.
-extern const LocalOp kMoeRouteOp;
-#ifdef JFLUX_WITH_CUDA
-const LocalOp kMoeRouteOp = {kMoeRouteId, "moe_route",         kCpu,
-                             kCuda,       LoadMoeRouteKernels, kPortableArch};
-#else
-const LocalOp kMoeRouteOp = {kMoeRouteId, "moe_route", kCpu, nullptr, nullptr, kPortableArch};
-#endif
+extern const Op kMoeRouteOp;
+const Op kMoeRouteOp = {kMoeRouteId, "moe_route", kCpu, JFLUX_IF_CUDA(kCuda)};
 
 }  // namespace jflux

@@ -12,7 +12,7 @@
 #include "core/platform.h"
 #include "gpu/machine.h"
 #include "gpu/vector.cuh"
-#include "ops/moe_rows/moe_rows_cuda.h"
+#include "ops/moe_rows/moe_rows.h"
 #include "runtime/kernels_cuda.h"
 
 namespace jflux {

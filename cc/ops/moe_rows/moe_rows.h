@@ -8,13 +8,16 @@
 // source i32 [R] and destination i32 [T, k]: -1, there is none. Sums are in float32, and in the
 // order of j. Weights without a row do not count, whatever they are.
 //
-// On CPUs it is plain lax. Python: jflux/moe/_rows.py, which says how the three are related.
+// On CPUs it is plain lax. Python: jflux/_ops/experts/moe_rows.py, which says how the three are
+// related.
 #ifndef JFLUX_OPS_MOE_ROWS_MOE_ROWS_H_
 #define JFLUX_OPS_MOE_ROWS_MOE_ROWS_H_
 
 #include <cstdint>
+#include <string>
 
 #include "core/dtype.h"
+#include "runtime/cuda_device.h"
 
 namespace jflux {
 
@@ -36,6 +39,13 @@ struct MoeRowsArrays {
   const int32_t* destination;  // [T, k]
   void* out;
 };
+
+// Enqueues the call on `stream`, on the current device: false and *error if it cannot.
+bool LaunchMoeRows(const MoeRowsParams& params, const MoeRowsArrays& arrays, cudaStream_t stream,
+                   std::string* error);
+
+// Loads the kernels on the current device.
+bool LoadMoeRowsKernels(std::string* error);
 
 }  // namespace jflux
 

@@ -5,10 +5,9 @@
 
 #include "ops/moe_rows/moe_rows.h"
 #include "runtime/ffi.h"
-#include "runtime/local_op.h"
+#include "runtime/op.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "ops/moe_rows/moe_rows_cuda.h"
 #include "runtime/local_cuda_call.h"
 #endif
 
@@ -100,12 +99,7 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda,
 }  // namespace
 
 // Listed in cc/ops/registry.cc.
-extern const LocalOp kMoeRowsOp;
-#ifdef JFLUX_WITH_CUDA
-const LocalOp kMoeRowsOp = {kMoeRowsId, "moe_rows",         nullptr,
-                            kCuda,      LoadMoeRowsKernels, kPortableArch};
-#else
-const LocalOp kMoeRowsOp = {kMoeRowsId, "moe_rows", nullptr, nullptr, nullptr, kPortableArch};
-#endif
+extern const Op kMoeRowsOp;
+const Op kMoeRowsOp = {kMoeRowsId, "moe_rows", /*cpu=*/nullptr, JFLUX_IF_CUDA(kCuda)};
 
 }  // namespace jflux

@@ -1,7 +1,7 @@
 // The kernels of ragged_all_to_all: all threads of a grid share what the *_body.h do.
 #include "gpu/packet_call.cuh"
 #include "jflux/kernel.cuh"
-#include "ops/ragged_all_to_all/ragged_all_to_all_cuda.h"
+#include "ops/ragged_all_to_all/ragged_all_to_all.h"
 #include "ops/ragged_all_to_all/ragged_chunked_body.h"
 #include "ops/ragged_all_to_all/ragged_packets_body.h"
 #include "runtime/kernels_cuda.h"

@@ -11,16 +11,18 @@
 // packets, large data in chunks with signals. docs/internals/ragged.md.
 //
 // The bodies that CPU and GPU share: ragged_packets_body.h and ragged_chunked_body.h. Python:
-// jflux/_ops/ragged_all_to_all.py.
+// jflux/_ops/collectives/ragged_all_to_all.py.
 #ifndef JFLUX_OPS_RAGGED_ALL_TO_ALL_RAGGED_ALL_TO_ALL_H_
 #define JFLUX_OPS_RAGGED_ALL_TO_ALL_RAGGED_ALL_TO_ALL_H_
 
 #include <cstdint>
+#include <string>
 
 #include "core/dtype.h"
 #include "core/packet.h"
 #include "core/signal.h"
 #include "jflux/shmem.h"
+#include "runtime/cuda_device.h"
 
 namespace jflux {
 
@@ -203,6 +205,14 @@ struct RaggedSlices {
 
 bool RaggedAllToAllCpu(const RaggedParams& params, const RaggedArrays& arrays,
                        const SymmetricView& view, uint64_t epoch, const WaitContext& ctx);
+
+// Enqueues the call on `stream`.
+bool LaunchRaggedAllToAll(const RaggedParams& params, const RaggedArrays& arrays, int64_t site,
+                          const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
+                          std::string* error);
+
+// Loads the kernels on the current device.
+bool LoadRaggedAllToAllKernels(std::string* error);
 
 }  // namespace jflux
 

@@ -1,20 +1,39 @@
-// FFI handlers of ragged_all_to_all.
+// The plan and the FFI handlers of ragged_all_to_all.
 #include <cstring>
 #include <limits>
 #include <string>
 
-#include "ops/ragged_all_to_all/ragged_all_to_all_plan.h"
+#include "ops/ragged_all_to_all/ragged_all_to_all.h"
 #include "runtime/fault.h"
 #include "runtime/ffi.h"
+#include "runtime/op.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "ops/ragged_all_to_all/ragged_all_to_all_cuda.h"
 #include "runtime/cuda_call.h"
 #include "runtime/cuda_check.h"
 #endif
 
 namespace jflux {
 namespace {
+
+// Fields of a call: world, slices, batch, output_rows, row_bytes and chunked. Of the plan:
+// workspace_bytes.
+bool PlanRaggedAllToAll(const Fields& fields, const Machine&, Fields* plan, std::string* why_not) {
+  constexpr int64_t kMost = int64_t{1} << 31;
+  CallReader call(fields);
+  RaggedParams p{};
+  p.world = static_cast<int32_t>(call.Get("world", 1, kMaxRanks));
+  p.slices = static_cast<int32_t>(call.Get("slices", 1, 1 << 20));
+  p.batch = static_cast<int32_t>(call.Get("batch", 1, 1 << 20));
+  p.output_rows = call.Get("output_rows", 1, kMost - 1);
+  p.row_bytes = call.Get("row_bytes", 1, kMost - 1);
+  p.chunked = call.Get("chunked", 0, 1) == 1;
+  if (int64_t{p.slices} * p.batch > 1 << 20) call.Refuse("there are more than 2^20 slices");
+  if (p.ImageRows() >= kMost) call.Refuse("there are 2^31 rows or more");
+  if (!call.Check(why_not)) return false;
+  *plan = Fields{{"workspace_bytes", p.WorkspaceBytes()}};
+  return true;
+}
 
 struct Attributes {
   CallAttributes call;
@@ -139,14 +158,10 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
 
 XLA_FFI_DEFINE_HANDLER(kRaggedAllToAllCuda, Cuda, Bindings(BindCuda()),
                        {ffi::Traits::kCmdBufferCompatible});
-bool (*const kLoadKernels)(std::string* error) = LoadRaggedAllToAllKernels;
-#else
-constexpr XLA_FFI_Handler* kRaggedAllToAllCuda = nullptr;
-constexpr bool (*kLoadKernels)(std::string* error) = nullptr;
 #endif
 
 // moe_dispatch fails by a first offset of INT32_MIN and the number of slots that it may not drop
-// (jflux/_experts/ragged.py).
+// (jflux/_ops/experts/_ragged_dispatch.py).
 std::string Meaning(const Fault& fault) {
   const int64_t slots = static_cast<int64_t>(fault.seen) - std::numeric_limits<int32_t>::min();
   if (fault.argument != static_cast<int32_t>(RaggedArgument::kInputOffsets) || fault.tile != 0 ||
@@ -164,10 +179,14 @@ std::string Meaning(const Fault& fault) {
 
 // Listed in cc/ops/registry.cc.
 extern const Op kRaggedAllToAllOp;
-const Op kRaggedAllToAllOp = {
-    kRaggedAllToAllId,     "ragged_all_to_all", kRaggedAllToAllCpu, kRaggedAllToAllCuda,
-    kLoadKernels,
-    /*most_splits=*/1,     PlanRaggedAllToAll,
-    /*constants=*/nullptr, kRaggedArguments,    kPortableArch,      Meaning};
+const Op kRaggedAllToAllOp = {kRaggedAllToAllId,
+                              "ragged_all_to_all",
+                              kRaggedAllToAllCpu,
+                              JFLUX_IF_CUDA(kRaggedAllToAllCuda),
+                              PlanRaggedAllToAll,
+                              /*most_splits=*/1,
+                              /*constants=*/nullptr,
+                              kRaggedArguments,
+                              Meaning};
 
 }  // namespace jflux

@@ -1,12 +1,13 @@
 // The kernel of all_gather_attention in the simulator, on two to eight ranks, against sums in
 // double: late ranks, several calls one after the other, waits that are left out.
+#include "ops/all_gather_attention/all_gather_attention.h"
+
 #include <algorithm>
 #include <memory>
 #include <random>
 #include <vector>
 
 #include "all_gather_attention_call.h"
-#include "ops/all_gather_attention/all_gather_attention_cuda.h"
 #include "simt/device_calls.h"
 #include "testing.h"
 

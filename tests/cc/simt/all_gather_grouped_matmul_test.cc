@@ -1,10 +1,11 @@
 // The kernel of all_gather_grouped_matmul in the simulator, on one to eight ranks: rows that
 // cp.async gathers, routings that leave groups empty, several calls one after the other.
+#include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul.h"
+
 #include <memory>
 #include <vector>
 
 #include "all_gather_grouped_matmul_call.h"
-#include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul_cuda.h"
 #include "simt/device_calls.h"
 #include "testing.h"
 

@@ -1,11 +1,12 @@
 // The kernel of all_gather_matmul in the simulator: two to eight ranks that meet in the workspace,
 // several calls one after the other, late ranks.
+#include "ops/all_gather_matmul/all_gather_matmul.h"
+
 #include <cmath>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "ops/all_gather_matmul/all_gather_matmul_cuda.h"
 #include "simt/device_calls.h"
 #include "simt/machine.h"
 #include "simt/values.h"

@@ -1,10 +1,11 @@
 // The kernels of all_reduce in the simulator: each algorithm, normalised rows by clusters; several
 // calls one after the other on one workspace, late ranks.
+#include "ops/all_reduce/all_reduce.h"
+
 #include <memory>
 #include <vector>
 
 #include "all_reduce_call.h"
-#include "ops/all_reduce/all_reduce_cuda.h"
 #include "simt/device_calls.h"
 #include "testing.h"
 

@@ -1,10 +1,11 @@
 // The kernel of all_to_all_matmul in the simulator, on two to eight ranks: each way to split and to
 // concatenate, several calls one after the other, late ranks, few CTAs that may send.
+#include "ops/all_to_all_matmul/all_to_all_matmul.h"
+
 #include <memory>
 #include <vector>
 
 #include "all_to_all_matmul_call.h"
-#include "ops/all_to_all_matmul/all_to_all_matmul_cuda.h"
 #include "simt/device_calls.h"
 #include "testing.h"
 

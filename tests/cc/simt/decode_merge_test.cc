@@ -1,10 +1,11 @@
 // The kernel of decode_merge in the simulator: three calls one after the other on one workspace,
 // with late ranks.
+#include "ops/decode_merge/decode_merge.h"
+
 #include <memory>
 #include <vector>
 
 #include "decode_merge_call.h"
-#include "ops/decode_merge/decode_merge_cuda.h"
 #include "simt/device_calls.h"
 #include "testing.h"
 
@@ -15,7 +16,7 @@ class DeviceCall : public DecodeMergeCall {
  public:
   using DecodeMergeCall::DecodeMergeCall;
   bool Launch(const CudaDevice& device, const SymmetricView& view, std::string* error) {
-    return LoadDecodeMergeKernel(error) &&
+    return LoadDecodeMergeKernels(error) &&
            LaunchDecodeMerge(p_, ArraysOf(view.rank), /*site=*/0, device, view, nullptr, error);
   }
 };

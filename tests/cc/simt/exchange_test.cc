@@ -1,10 +1,11 @@
 // The kernels of all_gather, all_to_all and reduce_scatter in the simulator: LL packets and chunks,
 // several calls one after the other on one workspace, late ranks.
+#include "ops/exchange/exchange.h"
+
 #include <memory>
 #include <vector>
 
 #include "exchange_call.h"
-#include "ops/exchange/exchange_cuda.h"
 #include "simt/device_calls.h"
 #include "testing.h"
 

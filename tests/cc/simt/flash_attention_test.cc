@@ -1,4 +1,6 @@
 // The kernels of attention in the simulator, forward and backward, against sums in double.
+#include "ops/flash_attention/flash_attention.h"
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -7,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "ops/flash_attention/flash_attention_cuda.h"
 #include "simt/machine.h"
 #include "simt/values.h"
 #include "testing.h"

@@ -1,5 +1,7 @@
 // The kernels of flash_decode in the simulator, against attention in double: cp.async in a ring,
 // ldmatrix, mma.sync, shuffles, and the second kernel that merges parts.
+#include "ops/flash_decode/flash_decode.h"
+
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -8,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "ops/flash_decode/flash_decode_cuda.h"
 #include "simt/machine.h"
 #include "simt/values.h"
 #include "testing.h"

@@ -1,11 +1,12 @@
 // The kernel of grouped_matmul_reduce_scatter in the simulator: two to eight ranks that meet in
 // the workspace, several calls with other routings one after the other, late ranks.
+#include "ops/grouped_matmul_reduce_scatter/grouped_matmul_reduce_scatter.h"
+
 #include <cmath>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "ops/grouped_matmul_reduce_scatter/grouped_matmul_reduce_scatter_cuda.h"
 #include "simt/device_calls.h"
 #include "simt/machine.h"
 #include "simt/values.h"

@@ -1,11 +1,12 @@
 // The kernels of grouped_matmul and its weight gradient in the simulator, against sums in double:
 // the whole main loop (gpu/gemm_sm90.cuh), with TMA, wgmma, ping-pong and shared tiles, clusters.
+#include "ops/grouped_matmul/grouped_matmul.h"
+
 #include <algorithm>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "ops/grouped_matmul/grouped_matmul_cuda.h"
 #include "simt/machine.h"
 #include "simt/values.h"
 #include "testing.h"

@@ -1,10 +1,11 @@
 // The kernels of matmul_all_reduce in the simulator: few rows on two ranks, and whole row blocks on
 // two to eight; several calls one after the other, late ranks.
+#include "ops/matmul_all_reduce/matmul_all_reduce.h"
+
 #include <memory>
 #include <vector>
 
 #include "matmul_all_reduce_call.h"
-#include "ops/matmul_all_reduce/matmul_all_reduce_cuda.h"
 #include "simt/device_calls.h"
 #include "testing.h"
 

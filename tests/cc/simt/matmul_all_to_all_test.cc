@@ -1,10 +1,11 @@
 // The kernel of matmul_all_to_all in the simulator, on two to eight ranks: each way to split and to
 // concatenate, several calls one after the other, late ranks, few store warps that may send.
+#include "ops/matmul_all_to_all/matmul_all_to_all.h"
+
 #include <memory>
 #include <vector>
 
 #include "matmul_all_to_all_call.h"
-#include "ops/matmul_all_to_all/matmul_all_to_all_cuda.h"
 #include "simt/device_calls.h"
 #include "testing.h"
 

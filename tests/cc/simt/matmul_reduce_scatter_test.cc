@@ -1,10 +1,11 @@
 // The kernel of matmul_reduce_scatter in the simulator, on two to eight ranks: several calls one
 // after the other, late ranks, tiles that ranks share, few store warps that may send.
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
+
 #include <memory>
 #include <vector>
 
 #include "matmul_reduce_scatter_call.h"
-#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_cuda.h"
 #include "simt/device_calls.h"
 #include "testing.h"
 

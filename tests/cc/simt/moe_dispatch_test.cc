@@ -1,12 +1,13 @@
 // The kernels of moe_dispatch and moe_combine in the simulator: warps that share items, several
 // calls one after the other on one workspace, late ranks, more CTAs than run at a time.
+#include "ops/moe_dispatch/moe_dispatch.h"
+
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "moe_dispatch_call.h"
-#include "ops/moe_dispatch/moe_dispatch_cuda.h"
 #include "simt/device_calls.h"
 #include "testing.h"
 

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "ops/moe_route/moe_route_cuda.h"
-#include "ops/moe_rows/moe_rows_cuda.h"
+#include "ops/moe_route/moe_route.h"
+#include "ops/moe_rows/moe_rows.h"
 #include "simt/machine.h"
 #include "simt/values.h"
 #include "testing.h"

@@ -1,9 +1,10 @@
 // The kernels of ragged_all_to_all in the simulator: LL packets and chunks, several calls one after
 // the other on one workspace, late ranks.
+#include "ops/ragged_all_to_all/ragged_all_to_all.h"
+
 #include <memory>
 #include <vector>
 
-#include "ops/ragged_all_to_all/ragged_all_to_all_cuda.h"
 #include "ragged_all_to_all_call.h"
 #include "simt/device_calls.h"
 #include "testing.h"

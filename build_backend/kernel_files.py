@@ -1,0 +1,53 @@
+"""The files of the library's GPU kernels, by the GPUs that they are for. Used by CMake and Bazel.
+
+kernel_files.py GPUS FOLDER prints those for GPUS, hopper or portable, between semicolons. It first
+writes the files of instances to FOLDER: what rows of cc/ops/registry.cc say.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+REGISTRY = ROOT / "cc/ops/registry.cc"
+
+_ROW = re.compile(r"^ *FOLDER\((\w+), k(\w+), (.*)\)$")
+_INSTANCE = re.compile(r"INSTANCE\((\w+), (\w+)\)")
+_TEXT = """\
+// Written by build_backend/kernel_files.py.
+#include "ops/{op}/{op}_sm90.cuh"
+
+template struct jflux::GemmFamily<jflux::{name}Instances, jflux::DType::k{format}, {transposed}>;
+"""
+
+
+def rows() -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
+    """Of each folder of cc/ops its ops' name, GPUs, and instances: format and layout of w."""
+    table = re.sub(r" *\\\n( {4,})?", lambda found: "" if found[1] else "\n", REGISTRY.read_text())
+    for line in table.splitlines():
+        if row := _ROW.match(line):
+            yield row[1], row[2].lower(), _INSTANCE.findall(row[3])
+
+
+def kernel_files(folder: Path, wanted: str) -> Iterator[Path]:
+    """The .cu files for GPUs of this kind; instances are written to `folder`."""
+    if wanted == "portable":
+        yield from sorted(ROOT.glob("cc/runtime/*.cu"))
+    for name, gpus, instances in rows():
+        op = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+        if gpus != wanted:
+            continue
+        yield from sorted(ROOT.glob(f"cc/ops/{op}/*.cu"))
+        for number, layout in instances:
+            path = folder / f"{op}_{number.lower()}_{layout}_sm90.cu"
+            transposed = {"kn": "false", "nk": "true"}[layout]
+            text = _TEXT.format(op=op, name=name, format=number, transposed=transposed)
+            if not path.exists() or path.read_text() != text:  # else it would be compiled again
+                folder.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            yield path
+
+
+if __name__ == "__main__":
+    print(*kernel_files(Path(sys.argv[2]), sys.argv[1]), sep=";")

@@ -1,0 +1,121 @@
+"""Which code of the kernels a GPU runs, and which ops have such code.
+
+Kernels are compiled for two architectures (cc/gpu/machine.h): sm_90a, and, where they need nothing
+that Hopper alone has, sm_80 with its PTX. A GPU of compute capability 9.0 runs the first; 8.x runs
+the second, and so does 10.0 and later, whose driver compiles the PTX. The table of ops says which
+GPUs an op's kernels are for (cc/ops/registry.cc).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from .. import _config, _native
+
+HOPPER: int = _native.HOPPER_ARCH
+PORTABLE: int = _native.PORTABLE_ARCH
+
+#: Whether the portable code has passed all checks on a GPU that it is for (on an H100, by its PTX,
+#: it has: docs/experiments/0044). Until then GPUs that would run it take `lax`, unless
+#: ``jflux.config.unchecked_kernels``.
+PORTABLE_IS_CHECKED = False
+
+
+def why_not_of(gpus: tuple[int, int], arch: int, gpu: str, unchecked: bool) -> str | None:
+    """Why a GPU runs no kernel of an op, or None.
+
+    Args:
+      gpus: the first and the last architecture that the op's kernels are for.
+      arch: of the code that the GPU runs.
+      gpu: its name, for messages.
+      unchecked: whether portable code is taken before it has been checked on a GPU.
+    """
+    if arch >= HOPPER:
+        return None
+    if not gpus[0] <= arch <= gpus[1]:
+        return f"its kernels are for compute capability 9.0 (H100, H200), not for {gpu}"
+    if not unchecked:
+        return (
+            f"its kernels are compiled for {gpu} and have not been checked there; "
+            "jflux.config(unchecked_kernels=True) takes them"
+        )
+    return None
+
+
+def why_not(op: str, arch: int, gpu: str) -> str | None:
+    """:func:`why_not_of` of an op by its name, as jflux is configured."""
+    if arch >= HOPPER:
+        return None
+    unchecked = PORTABLE_IS_CHECKED or _config.config.unchecked_kernels
+    return why_not_of(_native.lib.gpus(op), arch, gpu or "this GPU", unchecked)
+
+
+def arch_of(capability: str | None) -> int:
+    """Of the code that a GPU of this compute capability runs; of an H100 where it is not known."""
+    return HOPPER if capability in (None, "9.0") else PORTABLE
+
+
+def describe(device: jax.Device) -> str:
+    """A GPU in words."""
+    capability = getattr(device, "compute_capability", "unknown")
+    return f"{device.device_kind} (compute capability {capability})"
+
+
+def _gpus() -> list[jax.Device]:
+    try:
+        return jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return []
+
+
+@functools.cache
+def arch_here() -> int:
+    """Of the code that this process's GPUs run, the least; of an H100 without any.
+
+    Raises:
+      RuntimeError: one of them runs none; says which and why.
+    """
+    found = [HOPPER]
+    for device in _gpus():
+        capability = str(getattr(device, "compute_capability", "unknown"))
+        if capability.split(".")[0] in ("5", "6", "7"):
+            raise RuntimeError(f"{describe(device)}: kernels need 8.0 or later")
+        try:
+            found.append(_native.lib.cuda_arch(device.local_hardware_id))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{describe(device)} does not run jflux's kernels: {error}"
+            ) from None
+    return min(found)
+
+
+def gpu_here() -> str:
+    """The name of this process's first GPU; "" without any."""
+    return next((device.device_kind for device in _gpus()), "")
+
+
+def portable_ops() -> list[str]:
+    """Names of the ops whose kernels have portable code."""
+    names = {name.removeprefix("jflux_") for name, _, _ in _native.lib.targets()}
+    return sorted(name for name in names if _native.lib.gpus(name)[0] == PORTABLE)
+
+
+def report(arch: int, gpus: str, portable: list[str], taken: bool) -> list[str]:
+    """What `jflux.doctor` says of GPUs, if there is anything to say.
+
+    Args:
+      arch: of the code that they run.
+      gpus: their names.
+      portable: names of the ops that have such code.
+      taken: whether these take their kernels.
+    """
+    if arch >= HOPPER:
+        return []
+    how = "run here" if taken else "run here with jflux.config(unchecked_kernels=True)"
+    return [
+        f"kernels: compiled for {gpus}, never run here: please report how they do, with the issue "
+        "template 'jflux on another GPU'",
+        f"  {how}: {', '.join(portable)}; other ops take lax",
+    ]

@@ -1,0 +1,213 @@
+"""What an op does to its products before it rounds them: bias, activation, gating."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import _native
+from ._lax import several
+
+
+@jax.custom_jvp
+def _normal_cdf(x: jax.Array) -> jax.Array:
+    return 0.5 * lax.erfc(-x * np.sqrt(0.5).astype(x.dtype))
+
+
+# erfc's own derivative fails in shard_map under JAX 0.12.
+@_normal_cdf.defjvp
+def _normal_cdf_jvp(primals: Any, tangents: Any) -> Any:
+    (x,), (dx,) = primals, tangents
+    density = jnp.exp(-x * x / 2) * np.sqrt(0.5 / np.pi).astype(x.dtype)
+    return _normal_cdf(x), density * dx
+
+
+#: By name; "gelu" is the exact one, "gelu_tanh" its usual approximation. Those of
+#: cc/core/activation.h.
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": lambda x: x * _normal_cdf(x),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """``y_i = activation(product_i + bias_i)``, or, gated, one
+    ``y = activation(product_0 + bias_0) * (product_1 + bias_1)``.
+
+    Attributes:
+      biased: which products have a bias.
+    """
+
+    biased: tuple[bool, ...]
+    activation: str | None = None
+    gated: bool = False
+
+    @property
+    def results(self) -> int:
+        """How many y there are."""
+        return 1 if self.gated else len(self.biased)
+
+    @property
+    def number(self) -> int:
+        """The activation's, in cc/core/activation.h."""
+        return _native.number_of(self.activation, _native.ACTIVATIONS)
+
+    def before(self) -> Epilogue | None:
+        """The same without the activation."""
+        return Epilogue(self.biased) if any(self.biased) else None
+
+
+def of_each(bias: Any, products: int) -> tuple[Any, ...]:
+    """The bias of each product, as calls are given them: None for none."""
+    return (None,) * products if bias is None else several(bias)
+
+
+def check(
+    op: str, products: int, bias: Any, activation: str | None, gated: bool
+) -> Epilogue | None:
+    """The epilogue of a call with so many weights, if it has one; raises for one that makes no
+    sense. `bias` is a sequence."""
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(
+            f"jflux.{op}: {activation=} must be None or one of {', '.join(ACTIVATIONS)}"
+        )
+    if gated and (products != 2 or activation is None):
+        raise ValueError(
+            f"jflux.{op}: gated=True needs an activation and two weights (the gate's and the "
+            f"other's), got {activation=} and {products}"
+        )
+    if len(bias) != products:
+        raise ValueError(
+            f"jflux.{op}: {products} weights need as many biases (None for none), got {len(bias)}"
+        )
+    biased = tuple(b is not None for b in bias)
+    if not any(biased) and activation is None:
+        return None
+    return Epilogue(biased, activation, gated)
+
+
+def check_shapes(op: str, columns: Sequence[int], bias: Sequence[Any], gated: bool) -> None:
+    """Raises for biases and gates that do not fit the products, of so many columns each."""
+    for n, b in zip(columns, bias, strict=True):
+        if b is not None and tuple(b.shape) != (n,):
+            raise ValueError(
+                f"jflux.{op}: a bias has shape {tuple(b.shape)}, its product has {n} columns "
+                "on each rank"
+            )
+    if gated and columns[0] != columns[1]:
+        raise ValueError(f"jflux.{op}: gated=True, but the weights have {columns} columns")
+
+
+def sum_dtype(out: np.dtype) -> np.dtype:
+    """The type that epilogues compute in, and other sums of this type: float32, or float64."""
+    if out.itemsize == 1:  # JAX promotes no 8-bit float, and nothing smaller
+        return np.dtype(np.float32)
+    return jnp.promote_types(out, jnp.float32)
+
+
+def apply(
+    epilogue: Epilogue, products: Sequence[jax.Array], biases: Sequence[jax.Array], out: np.dtype
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """(all y, all sums of a product and its bias), rounded to `out`. `biases` are those that there
+    are."""
+    wide, rest = sum_dtype(out), iter(biases)
+    sums = [
+        p.astype(wide) + in_rows(next(rest).astype(wide), p) if biased else p.astype(wide)
+        for p, biased in zip(products, epilogue.biased, strict=True)
+    ]
+    return [y.astype(out) for y in _activate(epilogue, sums)], [s.astype(out) for s in sums]
+
+
+def tangents(
+    epilogue: Epilogue, sums: Sequence[jax.Array], dsums: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Those of all y, in the type of the sums, from those of the sums."""
+    out, wide = sums[0].dtype, sum_dtype(sums[0].dtype)
+    primals, moving = ([a.astype(wide) for a in each] for each in (sums, dsums))
+    _, dys = jax.jvp(lambda sums: _activate(epilogue, sums), (primals,), (moving,))
+    return [dy.astype(out) for dy in dys]
+
+
+def gradient(
+    epilogue: Epilogue, sums: Sequence[jax.Array], dys: Sequence[jax.Array | None]
+) -> list[jax.Array]:
+    """The gradient of each sum, in its type. A dy that is None is zero."""
+    wide = sum_dtype(sums[0].dtype)
+    ys, vjp = jax.vjp(lambda sums: _activate(epilogue, sums), [s.astype(wide) for s in sums])
+    (dsums,) = vjp(
+        [
+            jnp.zeros_like(y) if dy is None else dy.astype(wide)
+            for y, dy in zip(ys, dys, strict=True)
+        ]
+    )
+    return [d.astype(s.dtype) for d, s in zip(dsums, sums, strict=True)]
+
+
+def bias_gradients(
+    epilogue: Epilogue | None, dsums: Sequence[Any], types: Sequence[Any]
+) -> list[jax.Array | None]:
+    """Those of the biases that there are, of these types: sums over all rows. What is None is zero,
+    or not wanted."""
+    if epilogue is None:
+        return []
+    mine = [d for d, biased in zip(dsums, epilogue.biased, strict=True) if biased]
+    return [
+        None if d is None or b is None else sum_of_rows(d).astype(b.dtype)
+        for d, b in zip(mine, types, strict=True)
+    ]
+
+
+def sum_of_rows(d: jax.Array) -> jax.Array:
+    """[..., n] -> [n], in the type that epilogues compute in."""
+    return jnp.sum(d, tuple(range(d.ndim - 1)), dtype=sum_dtype(d.dtype))
+
+
+def check_added(op: str, shape: Sequence[int], bias: Any, residual: Any) -> None:
+    """Raises for a bias or a residual that does not fit y."""
+    if bias is not None and tuple(bias.shape) != (shape[-1],):
+        raise ValueError(
+            f"jflux.{op}: the bias has shape {tuple(bias.shape)}, y has {shape[-1]} columns "
+            "on each rank"
+        )
+    if residual is not None and tuple(residual.shape) != tuple(shape):
+        raise ValueError(
+            f"jflux.{op}: the residual has shape {tuple(residual.shape)}, y has {tuple(shape)} "
+            "on each rank"
+        )
+
+
+def in_rows(a: jax.Array, y: jax.Array) -> jax.Array:
+    """An array of y's last dimensions, with as many dimensions as y: JAX may be told to refuse what
+    NumPy does (``jax_numpy_rank_promotion``)."""
+    return jnp.expand_dims(a, tuple(range(y.ndim - a.ndim)))
+
+
+def add(y: jax.Array, added: Sequence[jax.Array]) -> jax.Array:
+    """y and what is added to it, in y's type."""
+    if not added:
+        return y
+    wide = sum_dtype(y.dtype)
+    total = y.astype(wide)
+    for one in added:
+        total += in_rows(one.astype(wide), y)
+    return total.astype(y.dtype)
+
+
+def _activate(epilogue: Epilogue, sums: Sequence[jax.Array]) -> list[jax.Array]:
+    if epilogue.activation is None:
+        return list(sums)
+    activation = ACTIVATIONS[epilogue.activation]
+    if epilogue.gated:
+        gate, other = sums
+        return [activation(gate) * other]
+    return [activation(s) for s in sums]

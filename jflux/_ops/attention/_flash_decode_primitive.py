@@ -1,0 +1,341 @@
+"""A rank's part of flash decoding: a primitive, which is a GPU kernel (cc/ops/flash_decode) where
+one takes the call, and plain `lax` elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad
+
+from ..._call import local_ops
+from ..._call.plans import Arrays
+from ..._call.primitives import ShapeDtype
+from ..._ranks import meshes
+from .._epilogue import sum_dtype
+from ..products import _product
+from . import update_cache
+from ._blockwise import default_precision, pairs_flops
+
+OP = "flash_decode"
+WIDTHS = (64, 128, 256)  # elements of a head that the kernel takes
+WIDTHS_PORTABLE = (64, 128)  # in 99 KiB of shared memory
+
+#: XLA's form splits the product with the values over positions: into at most MOST_PARTS parts over
+#: all sequences, of at least FEWEST_POSITIONS positions each.
+MOST_PARTS = 64
+FEWEST_POSITIONS = 512
+
+#: The kernel (cc/ops/flash_decode): how many of its warps a GPU of 132 multiprocessors runs at
+#: once, how many heads of queries a warp takes, and the fewest positions that are worth a warp.
+_WARPS, _WARPS_OF_WIDE = 132 * 6, 132 * 4
+_QUERIES = 16
+_FEWEST_OF_A_WARP = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A call, less its operands q, k, v, bounds[, block_table].
+
+    Attributes:
+      capacity: positions of all ranks' parts.
+      scale, softcap: of the scores; no softcap: 0.
+      splits: parts of a sequence that different warps attend to.
+      precision: JAX's default for products where the call was traced: the reference is traced when
+        the program is lowered.
+    """
+
+    capacity: int
+    scale: float
+    softcap: float
+    splits: int
+    precision: str | None = None
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bounds: jax.Array,
+    block_table: jax.Array | None,
+    *,
+    capacity: int,
+    scale: float,
+    softcap: float | None,
+) -> jax.Array:
+    """Attention of q [B, H, D] to the positions `bounds` (:func:`bounds_of`) of k and v [B, S, G,
+    D], or of the pages [pages, page size, G, D] that `block_table` [B, P] names (-1: there is
+    none): [B, H, D + 1], the output and after it the log-sum-exp, in float32 or float64. All
+    integers are int32. A sequence whose end is not from 0 to `capacity` is an error, or NaN."""
+    positions = _positions(k, block_table)
+    splits = splits_of(q.shape, k.shape[2], positions)
+    tables = () if block_table is None else (block_table,)
+    operands = map(jnp.asarray, (q, k, v, bounds, *tables))
+    precision = default_precision()
+    params = Params(capacity, float(scale), float(softcap or 0), splits, precision)
+    return _primitive.bind(*operands, params=params)[0]
+
+
+def bounds_of(ends: jax.Array, window: tuple[int, int] | None, origin: Any) -> jax.Array:
+    """int32 [B, 3], in positions of the whole sequences: where the window of a query begins that
+    attends to what is before `ends` [B], its own position the last of it; these; and where this
+    rank's part begins."""
+    first = jnp.zeros_like(ends) if window is None else jnp.maximum(ends - 1 - window[0], 0)
+    columns = meshes.vary_alike(first, ends, jnp.full_like(ends, origin))
+    return jnp.stack(columns, -1)
+
+
+def _positions(k: jax.Array, block_table: jax.Array | None) -> int:
+    """How many positions a rank's part of a cache has, whole or in pages."""
+    return k.shape[1] * (1 if block_table is None else block_table.shape[1])
+
+
+def attend_reference(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bounds: jax.Array,
+    block_table: jax.Array | None,
+    *,
+    capacity: int,
+    scale: float,
+    softcap: float | None,
+) -> jax.Array:
+    """:func:`attend` in plain `lax`."""
+    may_be_read = None
+    if block_table is not None:
+        (k, v), may_be_read = update_cache.read_pages((k, v), block_table, OP)
+    first, end, origin = (bounds[:, i : i + 1] for i in range(3))
+    position = origin + jnp.arange(k.shape[1], dtype=jnp.int32)[None]
+    attended = (position >= first) & (position < end)
+    if may_be_read is not None:
+        attended &= may_be_read
+    out, lse = attend_to_local_keys(q, k, v, attended[:, None], scale=scale, softcap=softcap)
+    pair = jnp.concatenate([out, lse[..., None]], -1)
+    is_length = (end >= 0) & (end <= capacity)
+    return jnp.where(is_length[..., None], pair, jnp.nan)
+
+
+@functools.cache
+def splits_of(q_shape: tuple[int, ...], groups: int, positions: int) -> int:
+    """Into how many parts the kernel splits a sequence: as many as have warps that run at once."""
+    batch, heads, width = q_shape
+    warps = batch * groups * -(-heads // (groups * _QUERIES))
+    at_once = _WARPS if width <= 128 else _WARPS_OF_WIDE
+    return max(1, min(at_once // max(warps, 1), -(-positions // _FEWEST_OF_A_WARP)))
+
+
+# ---- In plain lax --------------------------------------------------------------------------------
+
+
+def attend_to_local_keys(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    attended: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of q [B, H, D] to the positions of k and v [B, S, G, D] where `attended`.
+
+    Args:
+      q: of T tokens, rows [B, H T, D]: those of a head side by side.
+      attended: bool [B, T, S].
+
+    Returns:
+      The output [B, H T, D] and the log-sum-exp [B, H T], both float32 or float64.
+    """
+    read = jnp.any(attended, 1)
+    scores = _scores_of(*meshes.vary_alike(q, k, read)) * scale
+    shape = scores.shape
+    scores = scores.reshape(len(q), shape[1] // attended.shape[1], *attended.shape[1:])
+    if softcap is not None:  # whose derivative at a NaN is one
+        scores = softcap * jnp.tanh(jnp.where(attended[:, None], scores, 0) / softcap)
+    scores = jnp.where(attended[:, None], scores, -jnp.inf).reshape(shape)
+    highest = lax.stop_gradient(jnp.max(scores, -1, initial=-jnp.inf))
+    base = jnp.where(highest == -jnp.inf, 0, highest)
+    weights = jnp.exp(scores - base[..., None])
+    total = jnp.sum(weights, -1)
+    any_counts = total != 0  # NaN counts
+    safe = jnp.where(any_counts, total, 1)
+    # A weight of zero does not keep a NaN out.
+    out = _weighted_sum(weights, jnp.where(read[..., None, None], v, 0))
+    lse = jnp.where(any_counts, jnp.log(safe) + base, -jnp.inf)
+    return out / safe[..., None], lse
+
+
+# Products with the cache as it lies in memory, [B, S, G D]. With G as a batch dimension between S
+# and D, XLA would transpose the cache first, which reads and writes all of it. Here the row of a
+# head of queries has G D columns, with zeros outside its own head of keys, and is multiplied with
+# all of them. That is H operations for each byte of a cache of 16-bit numbers.
+
+
+@jax.custom_jvp
+def _scores_of(q: jax.Array, k: jax.Array, read: jax.Array) -> jax.Array:
+    """:func:`_scores`. Its derivatives take zeros for the keys that no query attends to, by `read`
+    [B, S]. The scores themselves are masked, so they need no such copy of the cache."""
+    return _scores(q, k)
+
+
+@_scores_of.defjvp
+def _scores_jvp(primals: Any, tangents: Any) -> Any:
+    (q, k, read), (dq, dk, _) = primals, tangents
+    clean = jnp.where(read[..., None, None], k, 0)
+    return _scores(q, k), _scores(dq, clean) + _scores(q, dk)
+
+
+def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    """q k, [B, H, S], of q [B, H, D] and k [B, S, G, D]."""
+    (b, h, d), (s, g) = q.shape, k.shape[1:3]
+    rows = jnp.where(_own_group(h, g), q[:, :, None], 0).reshape(b, h, g * d)
+    wide = sum_dtype(q.dtype)
+    return jnp.einsum("bhx,bsx->bhs", rows, k.reshape(b, s, g * d), preferred_element_type=wide)
+
+
+def _weighted_sum(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """[B, H, D], of weights [B, H, S] and v [B, S, G, D]. In parts, since one sequence's long sum
+    would keep few of a GPU's multiprocessors busy."""
+    (b, h, s), (g, d) = weights.shape, v.shape[2:]
+    parts = _parts(b, s)
+    weights = weights.astype(v.dtype).reshape(b, h, parts, s // parts)
+    v = v.reshape(b, parts, s // parts, g * d)
+    wide = sum_dtype(v.dtype)
+    all_groups = jnp.einsum("bhps,bpsx->bphx", weights, v, preferred_element_type=wide)
+    all_groups = jnp.sum(all_groups, 1).reshape(b, h, g, d)
+    return jnp.sum(jnp.where(_own_group(h, g), all_groups, 0), 2)
+
+
+def _own_group(heads: int, groups: int) -> np.ndarray:
+    """Whether a head of queries belongs to a head of keys: bool [H, G, 1]."""
+    own = np.arange(heads)[:, None] // (heads // groups) == np.arange(groups)
+    return own[..., None]
+
+
+@functools.cache
+def _parts(batch: int, length: int) -> int:
+    """How many equal parts `length` positions are summed in."""
+    parts = 1
+    while (
+        2 * parts * batch <= MOST_PARTS
+        and length % (2 * parts) == 0
+        and length >= 2 * parts * FEWEST_POSITIONS
+    ):
+        parts *= 2
+    return parts
+
+
+# ---- The primitive -------------------------------------------------------------------------------
+
+
+def _reference(arrays: Arrays, params: Params) -> list[jax.Array]:
+    q, k, v, bounds, *tables = arrays
+    with jax.default_matmul_precision(params.precision):
+        pair = attend_reference(
+            q, k, v, bounds, tables[0] if tables else None, capacity=params.capacity,
+            scale=params.scale, softcap=params.softcap or None,
+        )  # fmt: skip
+    return [pair, *(jnp.zeros(shape, dtype) for shape, dtype in _shapes(arrays, params)[1:])]
+
+
+def _check_lengths(arrays: Arrays, params: Params) -> Arrays:
+    """The operands, if their lengths are right; else the call's error."""
+    q, k, v, bounds, *tables = arrays
+    check = jax.ffi.ffi_call(f"jflux_{OP}", jax.ShapeDtypeStruct(bounds.shape, bounds.dtype))
+    positions = _positions(k, tables[0] if tables else None)
+    if not bounds.size or not positions:
+        return arrays
+    bounds = check(bounds, capacity=np.int64(params.capacity), positions=np.int64(positions))
+    return q, k, v, bounds, *tables
+
+
+def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
+    """The result, and with several splits their results, which the kernel needs room for."""
+    b, h, d = arrays[0].shape
+    dtype = sum_dtype(arrays[0].dtype)
+    several = [((params.splits, b, h, d + 1), dtype)] if params.splits > 1 else []
+    return [((b, h, d + 1), dtype), *several]
+
+
+def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
+    q, k, *_ = arrays
+    if q.dtype.name not in ("bfloat16", "float16"):
+        return f"operands are {q.dtype}, the kernel takes bfloat16 and float16"
+    if q.shape[2] not in WIDTHS:
+        return f"heads have {q.shape[2]} elements, the kernel takes {WIDTHS}"
+    if 0 in q.shape or 0 in k.shape:
+        return "an operand is empty"
+    return None
+
+
+def _why_not_portable(arrays: Arrays, params: Params, platform: str) -> str | None:
+    q, *_ = arrays
+    if q.shape[2] not in WIDTHS_PORTABLE:
+        return (
+            f"heads have {q.shape[2]} elements, the kernel takes {WIDTHS_PORTABLE} on GPUs other "
+            "than Hopper"
+        )
+    return None
+
+
+def _flops(arrays: Arrays, params: Params) -> int:
+    """The FLOPs for all positions of this rank. Tracing does not know the lengths."""
+    q, k, _, _, *tables = arrays
+    return pairs_flops(q, _positions(k, tables[0] if tables else None))
+
+
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
+    def bind(*operands: Any) -> Any:
+        return primitive.bind(*operands, params=params)
+
+    if len(operands) > 4 or None in dims:
+        return _product.batch_one_by_one(bind, operands, dims)
+    count = operands[0].shape[dims[0]]
+    merged = [
+        jnp.moveaxis(a, d, 0).reshape(-1, *np.delete(a.shape, d)[1:])
+        for a, d in zip(operands, dims, strict=True)
+    ]
+    pair, *parts = bind(*merged)
+    pair = pair.reshape(count, -1, *pair.shape[1:])
+    parts = [a.reshape(a.shape[0], count, -1, *a.shape[2:]) for a in parts]
+    return [pair, *parts], [0, *(1 for _ in parts)]
+
+
+def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
+    """Values and tangents by XLA's form: the kernel has no forward mode."""
+    values, others = primals[:3], primals[3:]
+
+    def f(*values: Any) -> Any:
+        return _reference((*values, *others), params)
+
+    return jax.jvp(f, values, tuple(ad.instantiate_zeros(t) for t in tangents[:3]))
+
+
+_primitive = local_ops.make_primitive(
+    local_ops.LocalRules(
+        name=OP,
+        result_shapes=_shapes,
+        reference=_reference,
+        why_not=_why_not,
+        why_not_portable=_why_not_portable,
+        attributes=lambda params: {
+            "capacity": np.int64(params.capacity),
+            "scale": np.float64(params.scale),
+            "softcap": np.float64(params.softcap),
+            "splits": np.int64(params.splits),
+        },
+        batch=_batch,
+        checked_on_gpus=True,
+        on_cpus=False,
+        check_on_cpus=_check_lengths,
+        flops=_flops,
+        values=1,
+    )
+)
+ad.primitive_jvps[_primitive] = _jvp

@@ -1,0 +1,356 @@
+"""Exact attention over a sequence that is split over ranks, by gathering keys and values or by
+passing them around a ring."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from ... import _config
+from ..._call.plans import Path
+from ..._ranks import global_arrays, meshes
+from ..._ranks.meshes import AxisName
+from .._epilogue import sum_dtype
+from ..collectives.exchange import (
+    all_gather,
+    all_gather_reference,
+    all_to_all,
+    all_to_all_reference,
+)
+from . import (
+    _cudnn,
+    _cudnn_by_chunks,
+    all_gather_attention,
+    flash_attention,
+    ulysses_attention,
+)
+from ._blockwise import Scores, default_precision
+from ._checks import check, check_heads, scale_of, softcap_of, window_of
+from ._one_device import attend
+from ._split_sequence import Call, gather_keys, of_split, of_split_reference
+from .sequence_layouts import Layout, check_layout, check_length
+
+_OP = "jflux.attention"
+#: Bytes of gathered keys and values from which on they are passed around a ring instead.
+MOST_GATHERED = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """The options of a call, as :func:`attention` takes them.
+
+    Attributes:
+      plain: whether it is the reference: in XLA's operations alone.
+    """
+
+    plain: bool
+    axis_name: AxisName | None
+    heads_axis: AxisName | None
+    scores: Scores
+    layout: Layout
+    return_lse: bool
+    ring: bool | None
+
+
+class Options(TypedDict, total=False):
+    """Arguments on which the type of the result does not depend."""
+
+    axis_name: AxisName | None
+    heads_axis: AxisName | None
+    causal: bool
+    layout: Layout
+    window: int | tuple[int, int] | None
+    segment_ids: Any
+    scale: float | None
+    softcap: float | None
+    ring: bool | None
+    mesh: Mesh | AbstractMesh | None
+    q_spec: PartitionSpec | None
+
+
+@overload
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: Literal[False] = ..., **options: Unpack[Options]
+) -> jax.Array: ...
+@overload
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def attention(q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[Options]) -> Any: ...
+@meshes.axis_by_name
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    axis_name: AxisName | None = None,
+    heads_axis: AxisName | None = None,
+    causal: bool = False,
+    layout: Layout = "zigzag",
+    window: int | tuple[int, int] | None = None,
+    segment_ids: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    ring: bool | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    q_spec: PartitionSpec | None = None,
+) -> Any:
+    """Exact attention over a sequence that is split over ranks.
+
+    Inside ``jax.shard_map``, per rank of N along `axis_name`, for H heads of queries and G of keys
+    and values (grouped queries, arXiv 2305.13245)::
+
+        q [B, S/N, H, D]   k, v [B, S/N, G, D]   ->   o [B, S/N, H, D]  (log-sum-exp [B, S/N, H])
+
+        s_ij = scale q_i . k_j            (with a softcap c: c tanh(s_ij / c))
+        o_i  = sum_j exp(s_ij - l_i) v_j     l_i = log sum_j exp(s_ij)
+
+    over the j that i attends to. A query that attends to no position has o = 0 and l = -inf.
+
+    Keys and values are gathered once, with all of their G heads. With ``ring=True``, and by default
+    if the gathered ones take more than 1 GiB on a rank, they go around a ring: a rank computes with
+    one part while the next one arrives (Ring Attention, arXiv 2310.01889). The backward pass moves
+    them again in the same way, and sums their gradients on their owner in a fixed order, in
+    float32. Between the passes a rank keeps only its own parts of q, k and v, o and l.
+
+    With `heads_axis` the sequence is split over both, `axis_name` first: heads move along
+    `heads_axis` as in :func:`jflux.ulysses_attention`, and keys and values along `axis_name` (a
+    fast axis inside, a slow one outside: arXiv 2405.07719).
+
+    Reverse mode works everywhere. Forward mode computes the result a second time, with its
+    tangents, in XLA's operations. A call that is one call of cuDNN (below) has no forward mode,
+    since JAX defines none for cuDNN's attention; with `return_lse` the call is not that one call.
+
+    GPUs compute float16 and bfloat16 attention in the first of these ways that takes the call:
+
+    - jflux's kernels, on Hopper GPUs, for causal forward passes over ranks that gather; for their
+      gradients too with up to 4096 positions of a rank.
+    - cuDNN, without `window`, `segment_ids`, `softcap` and causal "striped" order, for heads of a
+      multiple of 8 elements, up to 128, and parts of a multiple of 64 positions; gradients only
+      without `return_lse`. It is one call where ``jax.nn.dot_product_attention`` means the same
+      (one rank, or no mask at all), and otherwise a few calls whose results are merged.
+    - jflux's kernels, on Hopper GPUs, for heads of up to 256 elements. Gathered keys arrive while
+      the kernel computes.
+    - XLA's products, in blocks, which take several times as long (docs/experiments/0037, 0045, 0047
+      and 0050).
+
+    Args:
+      q, k, v: of one floating type. Scores and sums are in float32 (float64 for float64).
+      axis_name: the axis that the sequence is split over. None: it is whole, or split over
+        `heads_axis` alone.
+      heads_axis: a mesh axis that heads are split over while attending. Its ranks must divide H,
+        and divide G or be a multiple of it.
+      causal: no position attends to a later one.
+      layout: which positions a rank has: "zigzag", "striped" or "contiguous", as
+        :func:`jflux.reorder_for_causal` orders them. All are exact; with `causal` the first two
+        give all ranks as much work. "zigzag" wants an even S/N.
+      window: position i attends to i - left to i + right: (left, right), or one number for both.
+        Models that count i too, as Mistral's `sliding_window`, give that less one.
+      segment_ids: int [B, S/N], of documents in one sequence: positions attend to those of the same
+        segment alone. A value that is not finite, such as NaN in padding that is a segment of its
+        own, reaches the queries that attend to it, the gradients of these queries, and the
+        gradients of the keys and values that these queries attend to. It reaches nothing else.
+      scale: by default 1 / sqrt(D).
+      softcap: c, as above (arXiv 2408.00118, section 2).
+      return_lse: return l too, float32 (float64 for float64). Both are differentiable.
+      ring: True: around a ring; False: gather; None: by size.
+      mesh: outside ``shard_map``, with global arrays: by default the ambient one, or the operands'.
+      q_spec: how global q, k and v are sharded besides, such as ``P("data")``; by default as q's
+        type says.
+
+    Returns:
+      o of q's type, or (o, l).
+
+    Raises:
+      ValueError, TypeError: operands that do not fit, when the call is traced.
+
+    Examples:
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "cp")
+      >>> q = k = v = jnp.ones((1, 64, 4, 16))  # [batch, positions, heads, elements]
+      >>> f = functools.partial(jflux.attention, axis_name="cp", causal=True, mesh=mesh)
+      >>> jax.jit(f)(q, k, v).shape  # in zigzag order: see reorder_for_causal
+      (1, 64, 4, 16)
+    """
+    return _global_attention(
+        False, q, k, v, segment_ids, axis_name, heads_axis, causal, layout, window, scale,
+        softcap, return_lse, ring, mesh, q_spec,
+    )  # fmt: skip
+
+
+def reference(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    axis_name: AxisName | None = None,
+    heads_axis: AxisName | None = None,
+    causal: bool = False,
+    layout: Layout = "zigzag",
+    window: int | tuple[int, int] | None = None,
+    segment_ids: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    ring: bool | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    q_spec: PartitionSpec | None = None,
+) -> Any:
+    """:func:`jflux.attention` in plain `lax`, on every platform: in blocks, with `lax`'s exchanges,
+    and differentiated as it is written, less with `segment_ids`: then in blocks too."""
+    return _global_attention(
+        True, q, k, v, segment_ids, axis_name, heads_axis, causal, layout, window, scale,
+        softcap, return_lse, ring, mesh, q_spec,
+    )  # fmt: skip
+
+
+def _global_attention(
+    plain: bool,
+    q: Any,
+    k: Any,
+    v: Any,
+    segment_ids: Any,
+    axis_name: AxisName | None,
+    heads_axis: AxisName | None,
+    causal: bool,
+    layout: Layout,
+    window: int | tuple[int, int] | None,
+    scale: float | None,
+    softcap: float | None,
+    return_lse: bool,
+    ring: bool | None,
+    mesh: Mesh | AbstractMesh | None,
+    q_spec: PartitionSpec | None,
+) -> Any:
+    """Checks the operands of a call, global arrays or one rank's, and computes it."""
+    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
+    check(_OP, q, k, v, segment_ids)
+    check_layout(_OP, layout)
+    scores = Scores(
+        scale_of(_OP, scale, q.shape[3]), softcap_of(_OP, softcap), bool(causal),
+        window_of(_OP, window),
+    )  # fmt: skip
+    axis, heads = (
+        None if name is None else meshes.as_tuple(name) for name in (axis_name, heads_axis)
+    )
+    options = _Options(plain, axis, heads, scores, layout, return_lse, ring)
+    body = functools.partial(_attention, options)
+    operands = {"q": q, "k": k, "v": v, "segment_ids": segment_ids}
+    names = meshes.axes_of(axis_name, heads_axis)
+    if not names or meshes.is_bound(names):
+        return body(**operands)
+    spec = global_arrays._with_axis(global_arrays._spec(q, q_spec), 4, 1, names)
+    rows, numbers = PartitionSpec(*spec[:3]), PartitionSpec(*spec[:2])
+    return global_arrays.with_specs(
+        body, "attention", operands, {"q": spec, "k": spec, "v": spec, "segment_ids": numbers},
+        axis_name=names, mesh=mesh, out_specs=(spec, rows) if return_lse else spec,
+    )  # fmt: skip
+
+
+def _attention(
+    options: _Options, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+) -> Any:
+    """The attention of one rank's arrays."""
+    gather, exchange = (
+        (all_gather_reference, all_to_all_reference) if options.plain else (all_gather, all_to_all)
+    )
+    heads_axis = options.heads_axis
+    if heads_axis is not None:
+        check_heads(_OP, q, k, meshes.axis_size(heads_axis))
+        q, k, v = ulysses_attention.to_heads(heads_axis, q, k, v, exchange)
+        if segment_ids is not None:
+            segment_ids = gather(segment_ids, axis_name=heads_axis, axis=1, tiled=True)
+    o, lse = _split(options, q, k, v, segment_ids)
+    if heads_axis is not None:
+        o = ulysses_attention.to_positions(heads_axis, o, exchange)
+        if options.return_lse:
+            lse = ulysses_attention.to_positions(heads_axis, lse, exchange)
+    return (o, lse) if options.return_lse else o
+
+
+def _split(
+    options: _Options, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+) -> tuple[jax.Array, Any]:
+    """(o, log-sum-exp) of a sequence that is split over `axis_name` alone. The log-sum-exp is None
+    if o is one call of cuDNN, which returns none; with `return_lse` it is not that call."""
+    axis_name, scores, layout = options.axis_name, options.scores, options.layout
+    _, ranks = meshes.rank_and_size(axis_name)
+    check_length(_OP, layout, ranks, "q", q)
+    if 0 in q.shape or 0 in k.shape:
+        return jnp.zeros_like(q), jnp.full(q.shape[:3], -jnp.inf, sum_dtype(q.dtype))
+    call = Call(
+        axis_name, ranks, scores, layout, ring=_goes_around(options.ring, k, v, ranks),
+        precision=default_precision(),
+    )  # fmt: skip
+    if not options.plain:
+        if _is_one_call(call, q, options.return_lse, segment_ids):
+            if ranks > 1:
+                k, v = gather_keys(call, k, v)
+            return attend(
+                q, k, v, is_causal=scores.causal, scale=scores.scale, mask=None,
+                local_window_size=scores.window,
+            ), None  # fmt: skip
+        why_no_cudnn = _cudnn_by_chunks.why_not(q, k, scores, layout, ranks, segment_ids)
+        if why_no_cudnn is None:
+            call = _with_cudnn(call, q, k, v, segment_ids, options.return_lse)
+        else:
+            _say_if_no_kernel(why_no_cudnn, q, k, v, scores)
+    if axis_name is not None:
+        q, k, v = meshes.vary_together(axis_name, q, k, v)
+        if segment_ids is not None and meshes.tracks_vma(axis_name):
+            segment_ids = meshes.vary(segment_ids, meshes.as_tuple(axis_name))
+    return (of_split_reference if options.plain else of_split)(call, q, k, v, segment_ids)
+
+
+def _with_cudnn(
+    call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any, return_lse: bool
+) -> Call:
+    """A call whose parts cuDNN could compute, with the passes for which it is chosen."""
+    in_kernel = not call.ring and all_gather_attention.takes(
+        call.axis_name, call.ranks, segment_ids
+    )
+    own = in_kernel and all_gather_attention.beats_cudnn(q, k, v, call.scores)
+    own_gradients = return_lse or (
+        own and q.shape[1] <= all_gather_attention.MOST_POSITIONS_FOR_GRADIENTS
+    )
+    return dataclasses.replace(call, cudnn=not own, cudnn_backward=not own_gradients)
+
+
+def _say_if_no_kernel(
+    why_no_cudnn: str, q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores
+) -> None:
+    """Says once if nothing but XLA's operations takes a call on GPUs."""
+    if meshes.platform() != "gpu":
+        return
+    plan = flash_attention.plan(q, k, v, scores)
+    if plan.path == Path.REFERENCE:
+        _config.say_once(
+            logging.INFO,
+            f"{_OP} runs in XLA's operations: {why_no_cudnn}; no kernel: {plan.reason}",
+        )
+
+
+def _goes_around(ring: bool | None, k: jax.Array, v: jax.Array, ranks: int) -> bool:
+    if ring is None:
+        return ranks * (k.size * k.dtype.itemsize + v.size * v.dtype.itemsize) > MOST_GATHERED
+    return ring and ranks > 1
+
+
+def _is_one_call(call: Call, q: jax.Array, return_lse: bool, segment_ids: Any) -> bool:
+    """Whether one call of cuDNN's attention computes what the call asks for."""
+    scores = call.scores
+    no_mask = not scores.causal and scores.window is None and not call.ring
+    nothing_else = not return_lse and segment_ids is None and scores.softcap is None
+    return (
+        nothing_else
+        and (call.ranks == 1 or no_mask)
+        and _cudnn.takes_call(q, scores.causal, scores.window)
+    )

@@ -1,0 +1,386 @@
+"""Attention of new tokens to a cache of keys and values that grows with them, split over ranks by
+position or whole."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..._call import value_checks
+from ..._ranks import meshes
+from ..._ranks.meshes import AxisName
+from .._epilogue import sum_dtype
+from . import _flash_decode_primitive, decode_merge, flash_attention, update_cache
+from ._blockwise import Positions, Scores
+from ._checks import DTYPES, scale_of, softcap_of, window_of
+from .sequence_layouts import Layout, check_length, own_positions
+
+#: The most rows of queries, tokens times heads, that are multiplied with the cache as it lies in
+#: memory (_flash_decode_primitive.py). More rows pay for a transposition of it
+#: (flash_attention.py).
+MOST_ROWS = 256
+
+
+class KVCache(NamedTuple):
+    """Keys and values of the tokens so far, of one attention layer. A pytree of arrays.
+
+    Attributes:
+      keys, values: [B, S, G, D], or a rank's [B, S/N, G, D], of one type, float16, bfloat16,
+        float32 or float64: rank r of N has the positions r S/N to (r + 1) S/N - 1.
+      lengths: int32 [B], how many positions of each sequence are filled; the same on all ranks.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    lengths: jax.Array
+
+
+@meshes.axis_by_name
+def fill_cache(
+    kv_cache: KVCache,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array | None = None,
+    *,
+    axis_name: AxisName | None = None,
+    layout: Layout = "zigzag",
+) -> KVCache:
+    """A cache with a prompt's keys and values, from position 0 on. What it had before is gone.
+
+    Inside ``jax.shard_map``, per rank of N along `axis_name`::
+
+        kv_cache [B, S/N, G, D]   k, v [B, s/N, G, D]   lengths [B]   ->   kv_cache
+
+    The prompt is split over the ranks as :func:`jflux.attention` takes it.
+
+    Args:
+      lengths: integers [B], how many of the s positions are a sequence's own, the same on all
+        ranks; what follows them is padding, which is not written. None: all s.
+      axis_name: a mesh axis, or a tuple of them. None: prompt and cache are whole.
+      layout: which positions of the prompt a rank has, as in :func:`jflux.attention`.
+
+    Returns:
+      The cache, with `lengths`. A length that is not from 0 to s, or more than the cache has, is an
+      error with the value (*Raises*, below). Where the call does not raise, the sequence's cache is
+      full then, and what is decoded next is NaN.
+
+    Raises:
+      ValueError, TypeError: operands that do not fit, when the call is traced.
+      NameError: for an `axis_name` outside ``shard_map``.
+      jax.errors.JaxRuntimeError: on CPUs, when it runs, for such a length.
+      checkify.JaxRuntimeError: for one under ``checkify.user_checks``, on any device.
+
+    Examples:
+      >>> mesh, split = jax.sharding.Mesh(jax.devices(), "cp"), P(None, "cp")
+      >>> cache = jflux.KVCache(*jnp.zeros((2, 1, 32, 1, 4)), jnp.zeros(1, int))
+      >>> specs = jflux.KVCache(split, split, P())
+      >>> f = functools.partial(jflux.fill_cache, axis_name="cp", layout="contiguous")
+      >>> operands = (specs, split, split, P())
+      >>> f = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=operands, out_specs=specs))
+      >>> prompt = jnp.ones((1, 16, 1, 4))  # of which 10 positions are tokens
+      >>> f(cache, prompt, prompt, jnp.array([10])).lengths.tolist()
+      [10]
+    """
+    return _fill(update_cache.update_cache, kv_cache, k, v, lengths, axis_name, layout, raises=True)
+
+
+def fill_cache_reference(
+    kv_cache: KVCache,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array | None = None,
+    *,
+    axis_name: AxisName | None = None,
+    layout: Layout = "zigzag",
+) -> KVCache:
+    """:func:`jflux.fill_cache` in plain `lax`, which does not raise on CPUs."""
+    return _fill(update_cache.reference, kv_cache, k, v, lengths, axis_name, layout, raises=False)
+
+
+@meshes.axis_by_name
+def attend_to_cache(
+    kv_cache: KVCache,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    new_lengths: jax.Array | None = None,
+    *,
+    axis_name: AxisName | None = None,
+    window: int | tuple[int, int] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> tuple[jax.Array, KVCache]:
+    """Adds the keys and values of T new tokens of each sequence to a cache, and attends to it: each
+    token to the tokens before it and to itself.
+
+    Inside ``jax.shard_map``, per rank of N along `axis_name`, for H heads of queries and G of keys
+    and values (grouped queries, arXiv 2305.13245)::
+
+        kv_cache [B, S/N, G, D]   q [B, T, H, D]   k, v [B, T, G, D]   ->   o [B, T, H, D], kv_cache
+
+    Token j of a sequence of length l has position l + j (:func:`new_positions`). New tokens,
+    lengths and o are the same on all ranks. A rank attends to its part of the cache, one new token
+    of each sequence in the kernel of :func:`jflux.flash_decode`, and the ranks' outputs and
+    log-sum-exps, [B, T, H, D + 1] float32 (float64) numbers from each, are merged as there. A
+    prompt of an empty cache takes less with :func:`jflux.attention` and :func:`fill_cache`.
+
+    A cache that the caller gives away (donates, or carries through a loop) is written in place.
+    Differentiable in both modes.
+
+    Args:
+      new_lengths: integers [B], from 0 to T: how many of its T tokens a sequence has, the same on
+        all ranks. The others are padding: they are not written, and their o is 0. None: T.
+      axis_name: a mesh axis, or a tuple of them. None: the cache is whole.
+      window: that of :func:`jflux.attention`: how many positions before its own a token attends
+        to; of (left, right), left.
+      softcap: c: a score x becomes ``c tanh(x / c)``.
+      scale: of the scores; by default 1 / sqrt(D).
+
+    Returns:
+      o of q's type, and the cache, whose lengths have grown by `new_lengths`. A position beyond the
+      cache is an error with the value (*Raises*, below), and so is one of `new_lengths` that is not
+      from 0 to T. Where the call does not raise, o of that token is NaN, and NaN is written at the
+      sequence's last position, so that what follows is NaN too. On GPUs the kernel of one new token
+      reports it besides, as :func:`jflux.flash_decode` does.
+
+    Raises:
+      ValueError, TypeError: operands that do not fit, when the call is traced.
+      NameError: for an `axis_name` outside ``shard_map``.
+      jax.errors.JaxRuntimeError: on CPUs, when it runs, for such a position or number.
+      checkify.JaxRuntimeError: for one under ``checkify.user_checks``, on any device.
+
+    Examples:
+      >>> mesh, split = jax.sharding.Mesh(jax.devices(), "cp"), P(None, "cp")
+      >>> specs = jflux.KVCache(split, split, P())
+      >>> f = functools.partial(jflux.attend_to_cache, axis_name="cp")
+      >>> operands, results = (specs, P(), P(), P()), (P(), specs)
+      >>> f = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=operands, out_specs=results))
+      >>> cache = jflux.KVCache(*jnp.zeros((2, 1, 32, 1, 4)), jnp.array([10]))
+      >>> q = k = v = jnp.ones((1, 1, 1, 4))  # one new token of the sequence
+      >>> o, cache = f(cache, q, k, v)
+      >>> o.shape, cache.lengths.tolist()
+      ((1, 1, 1, 4), [11])
+    """
+    return _attend(
+        decode_merge.merge_over_ranks, _flash_decode_primitive.attend, update_cache.update_cache,
+        kv_cache, q, k, v, new_lengths, axis_name=axis_name, window=window, softcap=softcap,
+        scale=scale, raises=True,
+    )  # fmt: skip
+
+
+def attend_to_cache_reference(
+    kv_cache: KVCache,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    new_lengths: jax.Array | None = None,
+    *,
+    axis_name: AxisName | None = None,
+    window: int | tuple[int, int] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> tuple[jax.Array, KVCache]:
+    """:func:`jflux.attend_to_cache` in plain `lax`, which does not raise on CPUs."""
+    return _attend(
+        decode_merge.reference, _flash_decode_primitive.attend_reference, update_cache.reference,
+        kv_cache, q, k, v, new_lengths, axis_name=axis_name, window=window, softcap=softcap,
+        scale=scale, raises=False,
+    )  # fmt: skip
+
+
+def new_positions(
+    lengths: jax.Array, tokens: int, new_lengths: jax.Array | None = None
+) -> jax.Array:
+    """Where `tokens` new tokens go in sequences of these lengths [B]: int32 [B, tokens], -1 for
+    those that follow a sequence's `new_lengths`."""
+    at = jnp.arange(tokens, dtype=jnp.int32)[None]
+    positions = value_checks.to_int32(lengths)[:, None] + at
+    if new_lengths is None:
+        return positions
+    return jnp.where(at < new_lengths[:, None], positions, -1)
+
+
+def _fill(
+    update: Any,
+    kv_cache: KVCache,
+    k: Any,
+    v: Any,
+    lengths: Any,
+    axis_name: AxisName | None,
+    layout: Layout,
+    *,
+    raises: bool,
+) -> KVCache:
+    op = "jflux.fill_cache"
+    _check_cache(op, kv_cache, k, v, lengths, "lengths")
+    rank, ranks = meshes.rank_and_size(axis_name)
+    check_length(op, layout, ranks, "k", k)
+    batch, here = k.shape[:2]
+    size = kv_cache.keys.shape[1]
+    if lengths is None and here > size:
+        raise ValueError(
+            f"{op}: a prompt of {ranks * here} positions does not fit a cache of {ranks * size}; "
+            "pass lengths if it ends with padding"
+        )
+    at = own_positions(rank, here, ranks, layout)
+    if lengths is None:
+        lengths = jnp.full(batch, ranks * here, jnp.int32)
+    else:
+        lengths, are_right = _counts(f"{op}: lengths", lengths, ranks * here, raises)
+        lengths = jnp.where(are_right, lengths, ranks * size)
+    positions = jnp.where(at[None] < lengths[:, None], at[None], -1)
+    keys, values = update(
+        (kv_cache.keys, kv_cache.values), (k, v), positions, axis_name=axis_name,
+        split=axis_name is not None,
+    )  # fmt: skip
+    return KVCache(keys, values, lengths.astype(kv_cache.lengths.dtype))
+
+
+def _attend(
+    merge: Any,
+    attend: Any,
+    update: Any,
+    kv_cache: KVCache,
+    q: Any,
+    k: Any,
+    v: Any,
+    new_lengths: Any,
+    *,
+    axis_name: AxisName | None,
+    window: int | tuple[int, int] | None,
+    softcap: float | None,
+    scale: float | None,
+    raises: bool,
+) -> tuple[jax.Array, KVCache]:
+    op = "jflux.attend_to_cache"
+    _check_cache(op, kv_cache, k, v, new_lengths, "new_lengths")
+    _check_queries(op, q, k)
+    span, softcap = window_of(op, window), softcap_of(op, softcap)
+    rank, ranks = meshes.rank_and_size(axis_name)
+    tokens, here = q.shape[1], kv_cache.keys.shape[1]
+    capacity = ranks * here
+    if tokens > capacity:
+        raise ValueError(f"{op}: {tokens} new tokens do not fit a cache of {capacity}")
+    lengths = kv_cache.lengths
+    if new_lengths is None:
+        positions, grown = new_positions(lengths, tokens), lengths + tokens
+    else:
+        new_lengths, are_right = _counts(f"{op}: new_lengths", new_lengths, tokens, raises)
+        positions = new_positions(lengths, tokens, new_lengths)
+        positions = jnp.where(are_right[:, None], positions, capacity)
+        grown = jnp.where(are_right, lengths + new_lengths.astype(lengths.dtype), capacity)
+    positions = value_checks.in_range(
+        positions, None, capacity - 1, f"{op}: positions", raises=raises
+    )  # before another op says it in its own words
+    keys, values = update((kv_cache.keys, kv_cache.values), (k, v), positions, axis_name=axis_name)
+    scores = Scores(scale_of(op, scale, q.shape[3]), softcap, causal=True, window=span)
+    q_here, own = q.astype(keys.dtype), own_positions(rank, here, ranks, "contiguous")
+    if tokens == 1 and q.size and keys.size:
+        # A token beyond the cache gets an end beyond it, for which decoding gives NaN. A token at a
+        # negative position attends to nothing.
+        ends = jnp.maximum(positions[:, 0] + 1, 0)
+        bounds = _flash_decode_primitive.bounds_of(ends, span, rank * here)
+        pair = attend(
+            q_here[:, 0], keys, values, bounds, None, capacity=capacity, scale=scores.scale,
+            softcap=softcap,
+        )[:, None]  # fmt: skip
+    else:
+        o, lse = _attend_to_local_keys(q_here, keys, values, positions, own, scores)
+        pair = jnp.concatenate([o, lse[..., None]], -1)
+        pair = jnp.where((positions < capacity)[..., None, None], pair, jnp.nan)
+    o = pair[..., :-1] if axis_name is None else merge(pair, axis_name)[0]
+    return o.astype(q.dtype), KVCache(keys, values, grown)
+
+
+def _attend_to_local_keys(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    own: jax.Array,
+    scores: Scores,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of q [B, T, H, D] at `positions` [B, T] to a rank's part of the cache, [B, s, G, D]
+    at the positions `own` [s].
+
+    Returns:
+      (o [B, T, H, D], log-sum-exp [B, T, H]), float32 or float64.
+    """
+    batch, tokens, heads, width = q.shape
+    if 0 in q.shape or 0 in keys.shape:
+        wide = sum_dtype(q.dtype)
+        return jnp.zeros(q.shape, wide), jnp.full(q.shape[:3], -jnp.inf, wide)
+    if tokens > 1 and tokens * heads > MOST_ROWS:
+        # Positions that no token attends to may hold NaN. Zeros take their place: a weight of zero
+        # would not keep the NaN out of the product.
+        read = (own[None] <= jnp.max(positions, 1)[:, None])[..., None, None]
+        keys, values = jnp.where(read, keys, 0), jnp.where(read, values, 0)
+        wide = sum_dtype(q.dtype)
+        return flash_attention.forward(
+            q, Positions(positions, None), keys, values, Positions(own, None), scores, wide
+        )
+    own = own[None, None]
+    attended = own <= positions[..., None]  # [B, T, s]
+    if scores.window is not None:
+        attended &= own >= positions[..., None] - scores.window[0]
+    rows = q.swapaxes(1, 2).reshape(batch, heads * tokens, width)  # the tokens of a head together
+    o, lse = _flash_decode_primitive.attend_to_local_keys(
+        rows, keys, values, attended, scale=scores.scale, softcap=scores.softcap
+    )
+    o = o.reshape(batch, heads, tokens, width).swapaxes(1, 2)
+    return o, lse.reshape(batch, heads, tokens).swapaxes(1, 2)
+
+
+def _counts(what: str, given: jax.Array, most: int, raises: bool) -> tuple[jax.Array, jax.Array]:
+    """Numbers of positions, int32 [B], and whether they are from 0 to `most`."""
+    counts = value_checks.in_range(value_checks.to_int32(given), 0, most, what, raises=raises)
+    return counts, (counts >= 0) & (counts <= most)
+
+
+def _check_cache(op: str, kv_cache: Any, k: Any, v: Any, lengths: Any, name: str) -> None:
+    if len(kv_cache) != 3:
+        raise ValueError(f"{op}: kv_cache must be a jflux.KVCache, got {len(kv_cache)} arrays")
+    integers = {"kv_cache.lengths": kv_cache[2], name: lengths}
+    for array in (*kv_cache[:2], k, v, *integers.values()):
+        if array is not None and not (hasattr(array, "ndim") and hasattr(array, "dtype")):
+            raise TypeError(f"{op}: operands must be arrays, got {type(array).__name__}")
+    if k.ndim != 4 or k.shape != v.shape:
+        raise ValueError(f"{op}: k and v must be [B, tokens, G, D], got {k.shape} and {v.shape}")
+    keys, values = kv_cache[:2]
+    if keys.shape != values.shape or keys.ndim != 4 or keys.shape[::2] != k.shape[::2]:
+        raise ValueError(
+            f"{op}: kv_cache.keys and values must be [B, S/N, G, D] with the B and G of k, "
+            f"{k.shape}, got {keys.shape} and {values.shape}"
+        )
+    # q, k and v are cast to the cache's type.
+    if keys.dtype != values.dtype or keys.dtype.name not in DTYPES:
+        raise TypeError(
+            f"{op}: kv_cache.keys and values must be of one type, one of {', '.join(DTYPES)}, got "
+            f"{keys.dtype} and {values.dtype}; narrower ones would need scales, which a KVCache "
+            "does not have"
+        )
+    if jnp.issubdtype(kv_cache[2].dtype, jnp.integer) and jnp.iinfo(kv_cache[2].dtype).bits < 32:
+        raise TypeError(f"{op}: kv_cache.lengths must have 32 bits, got {kv_cache[2].dtype}")
+    for what, array in integers.items():
+        if array is None:
+            continue
+        if array.shape != k.shape[:1]:
+            raise ValueError(f"{op}: {what} must be [B], {k.shape[:1]}, got {array.shape}")
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(f"{op}: {what} must be integers, got {array.dtype}")
+
+
+def _check_queries(op: str, q: Any, k: Any) -> None:
+    if q.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"{op}: q must be [B, T, H, D] with the B, T and D of k, {k.shape}, got {q.shape}"
+        )
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{op}: {q.shape[2]} heads of queries must be a multiple of {k.shape[2]} of keys and "
+            "values"
+        )
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"{op}: q must be floating, got {q.dtype}")

@@ -1,0 +1,435 @@
+"""all_reduce: wrapper, gradients, and how it lowers. Kernels: cc/ops/all_reduce."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Required, TypedDict, TypeVar, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad
+
+from ... import _native
+from ..._call import plans, primitives
+from ..._call.derivatives import none_if_zero
+from ..._call.plans import Arrays, Machine, Plan
+from ..._ranks import meshes
+from ..._ranks.meshes import AxisName
+from ..._ranks.node_levels import Levels
+from .. import _epilogue, _lax, _norm, _two_level, _two_level_plan
+from .._collective import Collective
+from .._spec import OpSpec
+from ..products import _product, _product_plan
+from . import _sum_epilogue, exchange
+from ._sum_epilogue import SumEpilogue
+
+OP = "all_reduce"
+ALGORITHMS = _native.ALL_REDUCE_ALGORITHMS
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A call, less its operands: x, the residual if there is one, and the norm's factors."""
+
+    axis_names: tuple[Any, ...]
+    world: int
+    algorithm: str | None
+    epilogue: SumEpilogue = SumEpilogue()
+    prepared: str | None = None
+
+    def without_epilogue(self) -> Params:
+        """The sum alone."""
+        return dataclasses.replace(self, epilogue=SumEpilogue())
+
+
+Tree = TypeVar("Tree")
+
+
+class Options(TypedDict, total=False):
+    """Arguments on which the type of the result does not depend."""
+
+    axis_name: Required[AxisName]
+    residual: jax.Array | None
+    algorithm: str | None
+    axis_index_groups: Sequence[Sequence[int]] | None
+
+
+@overload
+def all_reduce(x: Tree, *, norm: None = ..., **options: Unpack[Options]) -> Tree: ...
+@overload
+def all_reduce(
+    x: jax.Array, *, norm: _norm.Norm, **options: Unpack[Options]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def all_reduce(x: Any, *, norm: _norm.Norm | None, **options: Unpack[Options]) -> Any: ...
+@meshes.axis_by_name
+def all_reduce(
+    x: Any,
+    *,
+    axis_name: AxisName,
+    residual: jax.Array | None = None,
+    norm: _norm.Norm | None = None,
+    algorithm: str | None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+) -> Any:
+    """``lax.psum(x, axis_name)``, with the latency of one exchange, or two, where x is small; and
+    what follows it in a transformer: a residual in the same kernel, rows normalised there too where
+    all data go to all ranks at once.
+
+    Inside ``jax.shard_map``, per rank along `axis_name`: the sum of all ranks' x, the same bits on
+    every rank. Each rank writes its data straight into the others' memory: up to 1 MiB in packets
+    that carry their own flags, so that there is no barrier and no signal to wait for (the idea of
+    NCCL's LL protocol), above in chunks that signals announce. Sums are in float32 (float64 for
+    float64), in rank order, and rounded once, after the residual has been added. Above 8 MiB (up
+    to four ranks: 16 MiB), and for types that the kernels do not take, it is ``lax.psum``.
+
+    Differentiable like ``lax.psum``: under ``check_vma=True`` the result does not vary over
+    `axis_name`, and its gradient goes to every rank as it is; otherwise the gradient is summed too.
+
+    Args:
+      x: an array of any shape, or a pytree of such, each of which is one call; float16, bfloat16,
+        float32 or float64. Other types take the reference.
+      axis_name: a mesh axis, or a tuple of them.
+      residual: of x's shape, of any type and the same on all ranks of the axis: added to the sum (x
+        is one array, then). Of x's type the kernel adds it before the sum is rounded; of another
+        one XLA adds it to the rounded sum. The result has x's type.
+      norm: a :class:`jflux.RMSNorm` or :class:`jflux.LayerNorm` of the sum's rows [..., width],
+        whose scale and bias are [width], of any type. The kernel takes those of x's type or
+        float32.
+      algorithm: "one_shot" (all data to all ranks: one latency), "two_shot" (a reduce-scatter and
+        an all-gather: two latencies, fewer bytes), "half_butterfly" or "butterfly" (between pairs
+        of ranks, for links that do not join all of them: log2(N) steps and log2(N) times the data,
+        or twice the steps and as many bytes as two_shot; their sums are in another order),
+        "chunked" (as two_shot, in chunks that signals announce instead of packets: half the bytes
+        on the links, and two fences more), or None, which chooses by size and ranks.
+      axis_index_groups: groups of the ranks, as positions along `axis_name`, each rank once and all
+        groups of one size: a sum in each of them. The result then varies over `axis_name`, and
+        residual and norm need to be the same in a group only.
+
+    Returns:
+      The sum, of x's shape and type; with `norm` a pair: the sum, and its rows normalised.
+
+    Raises:
+      ValueError: for an unknown algorithm, a residual or a norm that does not fit, or groups that
+        are none, when the call is traced.
+      TypeError: for a norm that is none, when the call is traced.
+      NameError: outside ``shard_map``.
+      NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
+        takes, or that finds no room in the symmetric heap.
+      jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
+
+    Examples:
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "tp")
+      >>> f = functools.partial(jflux.all_reduce, axis_name="tp")
+      >>> f = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("tp"), out_specs=P()))
+      >>> f(jnp.arange(8.0)).tolist()
+      [28.0]
+    """
+    if algorithm is not None and algorithm not in ALGORITHMS:
+        raise ValueError(
+            f"jflux.all_reduce: {algorithm=} must be None or one of {', '.join(ALGORITHMS)}"
+        )
+    if residual is not None or norm is not None:
+        x = jnp.asarray(x)
+        x = x.astype(jnp.int32) if x.dtype == bool else x  # as lax.psum
+        _sum_epilogue.check(OP, x.shape, residual, norm)
+    if _product.is_for_lax(OP, axis_name, *jax.tree.leaves(x), residual):
+        return reference(
+            x, axis_name=axis_name, residual=residual, norm=norm,
+            axis_index_groups=axis_index_groups,
+        )  # fmt: skip
+    names, world = meshes.ranks_of(axis_name, axis_index_groups)
+    params = Params(axis_names=names, world=world, algorithm=algorithm)
+    if residual is not None or norm is not None:
+        epilogue, added = _sum_epilogue.operands(OP, params.axis_names, residual, norm)
+        same = 0 if axis_index_groups is not None else len(added)
+        _product.warn_if_same(OP, axis_name, "x", x)
+        x, *added = meshes.vary_together(axis_name, x, *added, same=same)
+        x, *added = _product.constant_if_whole(x.dtype, x, *added)
+        results = bind(dataclasses.replace(params, epilogue=epilogue), x, added)
+        return results[0] if norm is None else tuple(results)
+
+    def one(array: Any) -> jax.Array:
+        array = jnp.asarray(array)
+        if jax.typeof(array).weak_type:  # a number, which stays one
+            return reference(array, axis_name=axis_name, axis_index_groups=axis_index_groups)
+        if array.dtype == bool:  # as lax.psum
+            array = array.astype(jnp.int32)
+        (array,) = meshes.vary_together(axis_name, array)
+        return bind(params, array)[0]
+
+    return jax.tree.map(one, x)
+
+
+def reference(
+    x: Any,
+    *,
+    axis_name: AxisName,
+    residual: jax.Array | None = None,
+    norm: _norm.Norm | None = None,
+    algorithm: str | None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+) -> Any:
+    """``psum(x)``: arguments and results are those of :func:`jflux.all_reduce`; any type that
+    `lax.psum` takes will do, the algorithm does not matter, and the sum is rounded to x's type
+    before a residual is added."""
+    del algorithm
+    y = _sum(x, axis_name, axis_index_groups)
+    if residual is not None:
+        y = _epilogue.add(y, [residual])
+    if norm is None:
+        return y
+    return y, _norm.apply(norm.name, norm.epsilon, y, *norm.factors)
+
+
+def _sum(x: Any, axis_name: AxisName, axis_index_groups: Sequence[Sequence[int]] | None) -> Any:
+    """`lax.psum`, which takes no groups under ``check_vma=True``."""
+    if axis_index_groups is None:
+        return _lax.psum(x, axis_name)
+    ranks, _ = meshes.ranks_of(axis_name, axis_index_groups)
+
+    def one(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        (x,) = meshes.vary_together(axis_name, x.astype(jnp.int32) if x.dtype == bool else x)
+        return Collective("all_reduce").lax(x, ranks)
+
+    return jax.tree.map(one, x)
+
+
+def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
+    (x, *added), (dx, *dadded) = primals, [none_if_zero(t) for t in tangents]
+    results = bind(params, x, added)
+    dy = None if dx is None else bind(params.without_epilogue(), dx)[0]
+    return results, _sum_epilogue.tangents(params.epilogue, results[0], dy, added, dadded)
+
+
+def bind(params: Params, x: jax.Array, added: Sequence[jax.Array] = ()) -> list[jax.Array]:
+    """The results of the primitive: the sum, and its normalised rows if there is a norm. Operands
+    have the types that `all_reduce` casts them to."""
+    return _primitive.bind(x, *added, params=params)
+
+
+def _result(arrays: Arrays, params: Params) -> list[Any]:
+    x, *added = arrays
+    return [(x.shape, x.dtype)] * params.epilogue.results
+
+
+def _reference(arrays: Arrays, params: Params) -> list[Any]:
+    x, *added = arrays
+    return _sum_epilogue.apply(
+        params.epilogue, Collective("all_reduce").lax(x, params.axis_names), added
+    )
+
+
+def _unsupported(x: Any, params: Params) -> str | None:
+    if x.dtype not in _product.CPU_DTYPES:
+        return f"{x.dtype} operands, the kernels take {', '.join(_native.DTYPES)}"
+    if params.world > _product.MAX_RANKS:
+        return f"{params.world} ranks, the kernels take up to {_product.MAX_RANKS}"
+    if x.size >= 1 << 31:
+        return f"{x.size} elements, the kernels take fewer than 2^31"
+    return None
+
+
+def most_bytes(ranks: int) -> int:
+    """The most bytes of x for which GPUs take the kernels, a power of two."""
+    number = _native.dtype_number(np.float32)
+    most = 0
+    for bits in range(10, 31):
+        call = {"world": ranks, "count": (1 << bits) // 4, "dtype": number, "width": 0}
+        if _native.plan(OP, call | {"algorithm": -1}, 0, 0.0)["algorithm"] < 0:
+            break
+        most = 1 << bits
+    return most
+
+
+def _native_plan(x: Any, params: Params, machine: Machine, algorithm: str | None) -> dict[str, int]:
+    width = 0 if params.epilogue.norm is None else x.shape[-1]
+    call = {
+        "world": params.world,
+        "count": x.size,
+        "dtype": _native.dtype_number(x.dtype),
+        "width": width,
+        "algorithm": -1 if algorithm is None else ALGORITHMS.index(algorithm),
+    }
+    return machine.native_plan(OP, call)
+
+
+def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
+    x, *added = arrays
+    kernel = _product_plan.why_kernel(params)
+    large = plans.reference(f"{x.size * x.dtype.itemsize} bytes, for which lax.psum is faster")
+    if why := _unsupported(x, params):
+        is_large = params.world <= _product.MAX_RANKS and x.size * x.dtype.itemsize > most_bytes(
+            params.world
+        )
+        chosen_by_size = kernel is None and params.algorithm is None
+        return large if chosen_by_size and is_large else plans.unsupported(why)
+    chosen = _native_plan(x, params, machine, params.algorithm)
+    if chosen["algorithm"] < 0:
+        if kernel is None:
+            return large
+        chosen = _native_plan(x, params, machine, "chunked")
+    algorithm = ALGORITHMS[chosen["algorithm"]]
+    # No error for want of room, where nobody has asked for the kernel.
+    if kernel is None and params.algorithm is None and algorithm == "chunked":
+        alone = _native_plan(x, params.without_epilogue(), machine, algorithm)
+        if alone["workspace_bytes"] > machine.heap_bytes // 2:
+            return plans.reference(
+                machine.why_no_room("chunks would take", alone["workspace_bytes"], "half")
+            )
+    by = "as asked for" if params.algorithm else f"chosen for {x.size * x.dtype.itemsize} bytes"
+    words = f"{algorithm}, {by}"
+    return plans.fused(f"{words}; {params.prepared}" if params.prepared else words, chosen)
+
+
+def _plan_two_level(arrays: Arrays, params: Params, machine: Machine, levels: Levels) -> Plan:
+    if levels.local == 1:
+        return _two_level_plan.lax_alone(levels)
+    found = _two_level_plan.reference_inside(_plan, arrays, params, machine, levels)
+    if found is not None:
+        return found
+    x, *_ = arrays
+    # Whole arrays between nodes save one of two steps inside them; else a rank sends its part.
+    more = (levels.count - 1) * (1 - 1 / levels.local) * x.size * x.dtype.itemsize
+    whole = (
+        params.algorithm is not None
+        or more < _two_level_plan.INSIDE_LATENCY * _two_level_plan.NODE_BYTES_PER_SECOND
+    )
+    steps = "inside nodes and then between them" if whole else "scattered inside nodes between"
+    return _two_level_plan.two_level(levels, f"summed {steps}", whole=int(whole))
+
+
+def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
+    x, *added = arrays
+    epilogue, names = params.epilogue, (levels.inside,)
+    residual = [a.ravel() for a in added[: epilogue.residual]]
+    transfers = _two_level.Transfers(levels)
+    if plan.config["whole"]:
+        inside = dataclasses.replace(
+            params.without_epilogue(), axis_names=names, world=levels.local
+        )
+        y = transfers.sum(bind(inside, x)[0].ravel(), residual)
+    else:
+        flat, *residual = (jnp.pad(a, (0, -x.size % levels.local)) for a in (x.ravel(), *residual))
+        part = exchange.bind("reduce_scatter", flat, names, levels.local, 0, None)
+        own = [_two_level.own_block(a, levels) for a in residual]
+        part = transfers.sum(part, own)
+        y = exchange.bind("all_gather", part, names, levels.local, None, 0)[: x.size]
+    rest = dataclasses.replace(epilogue, residual=False)
+    return _sum_epilogue.apply(rest, y.reshape(x.shape), epilogue.factors(added))
+
+
+def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
+    """Leaves to XLA what the kernels do not add or normalise."""
+    x, *added = arrays
+    epilogue = params.epilogue
+    chosen = _native_plan(x, params, machine, params.algorithm)
+    takes_residual = not epilogue.residual or added[0].dtype == x.dtype
+    dtypes = {f.dtype for f in epilogue.factors(added)}
+    # Unless it is asked for, two-shot leaves rows to XLA: in the kernel all ranks normalise all of
+    # them with few threads, which takes longer from 256 KiB on 4 ranks on (docs/experiments/0007).
+    in_kernel = chosen["algorithm"] == ALGORITHMS.index("one_shot")
+    takes_norm = epilogue.norm is None or (
+        (in_kernel or params.algorithm == "two_shot")
+        and (dtypes == {x.dtype} or dtypes == {np.dtype(np.float32)} and x.dtype != np.float64)
+        and bool(chosen["fits_norm"])
+    )
+    if takes_residual and takes_norm:
+        return None
+
+    def after_the_kernel(x: Any, *added: Any) -> list[Any]:
+        summed = dataclasses.replace(
+            params.without_epilogue(), prepared="XLA adds the residual and normalises after it"
+        )
+        if not takes_residual:
+            return _sum_epilogue.apply(epilogue, bind(summed, x)[0], added)
+        with_residual = dataclasses.replace(
+            params,
+            epilogue=SumEpilogue(epilogue.residual),
+            prepared="XLA normalises the rows after it",
+        )
+        (y,) = bind(with_residual, x, added[: epilogue.residual])
+        rest = dataclasses.replace(epilogue, residual=False)
+        return _sum_epilogue.apply(rest, y, epilogue.factors(added))
+
+    return after_the_kernel
+
+
+def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    x, *added = arrays
+    return {
+        "algorithm": np.int64(plan.config["algorithm"]),
+        "epsilon": np.float64(params.epilogue.epsilon),
+        "norm": np.int64(_native.number_of(params.epilogue.norm, _native.NORMS)),
+        "residual": params.epilogue.residual,
+    }
+
+
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
+    if len(operands) == 1:
+        return primitive.bind(*operands, params=params), dims
+    count = 1 + params.epilogue.residual
+    rows, factors = operands[:count], operands[count:]
+    bind = functools.partial(primitive.bind, params=params)
+    if any(d is not None for d in dims[len(rows) :]):
+        return _product.batch_one_by_one(bind, operands, dims)
+    size = next(a.shape[d] for a, d in zip(rows, dims, strict=False) if d is not None)
+    rows = [
+        jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
+        for a, d in zip(rows, dims, strict=False)
+    ]
+    results = bind(*rows, *factors)
+    return results, [0] * len(results)
+
+
+def _transpose(cotangents: Any, x: Any, *added: Any, params: Params) -> list[Any]:
+    ct, dadded = _sum_epilogue.transpose(OP, params.epilogue, cotangents, added)
+    if not ad.is_undefined_primal(x):
+        return [None, *dadded]
+    dx = ad.Zero(x.aval) if ct is None else of_each(params, ct, x.aval)
+    return [dx, *dadded]
+
+
+def of_each(params: Params, ct: jax.Array, aval: Any) -> jax.Array:
+    """The cotangent of each rank's x of this type, for one of the sum."""
+    has_subgroups = meshes.has_subgroups(params.axis_names)  # each rank's result is of its group
+    if (
+        not has_subgroups and aval.manual_axis_type.varying
+    ):  # types are tracked: x varies over the axes
+        return lax.pcast(ct, params.axis_names, to="varying")
+    return bind(params.without_epilogue(), ct)[0]
+
+
+_primitive = primitives.make_primitive(
+    primitives.Rules(
+        name=OP,
+        result_shapes=_result,
+        reference=_reference,
+        two_level=_two_level_form,
+        plan_two_level=_plan_two_level,
+        plan=_plan,
+        canonical=_canonical,
+        attributes=_attributes,
+        batch=_batch,
+        same_over=lambda params: params.axis_names,
+    )
+)
+ad.primitive_jvps[_primitive] = _jvp
+ad.primitive_transposes[_primitive] = _transpose
+
+SPECS = (
+    OpSpec(
+        name=OP,
+        function=all_reduce,
+        reference=reference,
+        communication=lambda ndim, **_: Collective("all_reduce"),
+        dtypes={"cpu": _product.CPU_DTYPES, "cuda": _product.CPU_DTYPES},
+        gradient=(OP,),
+        most_bytes=most_bytes,
+    ),
+)

@@ -1,0 +1,485 @@
+"""A dispatch and a combine with partial sums, each one kernel. Kernels: cc/ops/moe_dispatch.
+
+``jflux_moe_dispatch(x, indices, weights)`` and ``jflux_moe_combine(y, weights, ...)`` are each
+other's transposes in x and y. A token has a fixed place on each rank that it is sent to, so ranks
+need no counts before rows leave. The choices alone say where rows lie: the gradient of a combine is
+a dispatch with the same choices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ... import _config, _native, moe
+from ..._call import derivatives, plans, primitives
+from ..._call.derivatives import total
+from ..._call.plans import Arrays, Machine, Plan
+from ..._call.steps import Steps
+from ..._ranks import meshes
+from ..._ranks.meshes import AxisName
+from .._epilogue import sum_dtype
+from ..collectives import exchange
+from ..products import _product
+from . import _destinations, moe_rows
+from ._exchanged_rows import on_first, rows_or_zeros, summed
+
+OP, COMBINE = "moe_dispatch", "moe_combine"
+
+#: The most bytes of the heap for a dispatch in one kernel: two halves of 256 MiB and their signals.
+#: 16384 tokens of 14336 bytes need as much on any number of ranks. More tokens have not been timed
+#: (docs/experiments/0054-dispatches-of-many-tokens.md).
+MOST_WORKSPACE_BYTES = (512 << 20) * 33 // 32
+
+#: Values of `there` for a slot without a row.
+_NONE, _DROPPED = -1, -2
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A dispatch, less its operands.
+
+    Attributes:
+      experts: of a rank.
+      rows: of the result.
+      capacity: most rows of an expert; -1: any number.
+      alignment: of an expert's rows.
+      stride: rows from one expert's first to the next one's; 0: they follow each other.
+    """
+
+    axis_names: tuple[Any, ...]
+    world: int
+    experts: int
+    rows: int
+    capacity: int
+    alignment: int
+    stride: int
+    prepared: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CombineParams:
+    """A combine, less its operands, after a dispatch."""
+
+    dispatch: Params
+    out_dtype: np.dtype
+    prepared: str | None = None
+
+    @property
+    def axis_names(self) -> tuple[Any, ...]:
+        return self.dispatch.axis_names
+
+    @property
+    def world(self) -> int:
+        return self.dispatch.world
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KernelHandle:
+    """How a dispatch moved its rows. Arrays are int32.
+
+    Attributes:
+      indices: [T, k], the experts.
+      slot: [R], which of the ``N T k`` slots of all ranks' tokens is an expert's row; -1: none. (A
+        masked layout is [E_local C] here.)
+      expert_row: [N T, k], the expert's row of each of these slots; -1: none here, -2: dropped.
+      rank: [T, k], the rank of a slot's expert; -1: none, or an earlier slot of the token has it.
+      first: [T, k], the slot of the token whose row this slot shares; -1: it has none.
+      params: of the dispatch, static.
+    """
+
+    indices: jax.Array
+    slot: jax.Array
+    expert_row: jax.Array
+    rank: jax.Array
+    first: jax.Array
+    params: Params = dataclasses.field(metadata={"static": True})
+
+    @property
+    def axis_names(self) -> tuple[Any, ...]:
+        return self.params.axis_names
+
+
+def params_for(
+    x: Any, indices: Any, num_experts: int, rows: int, axis_name: AxisName, **options: Any
+) -> Params | str:
+    """The parameters of a dispatch in one kernel, or in words why the call takes another form.
+
+    Tracing decides this, since forms have different handles. It depends on shapes and switches,
+    which are the same on all ranks. `options`: capacity, alignment, stride.
+    """
+    world = meshes.axis_size(axis_name)
+    params = Params(meshes.as_tuple(axis_name), world, num_experts // world, rows, **options)
+    if not _config.config.fused:
+        return "jflux.config(fused=False)"
+    if not all(meshes.is_manual(name) for name in params.axis_names):
+        return f"axis {axis_name!r} is vmap's, not a mesh's"
+    if 0 in (*x.shape, *indices.shape):
+        return "an operand is empty"
+    return _why_not(_call((x, indices), params), x.dtype) or params
+
+
+def _why_not(call: dict[str, int], dtype: Any) -> str | None:
+    """Why no kernel takes such a dispatch on any machine, or None."""
+    if not 2 <= call["world"] <= _product.MAX_RANKS:
+        return f"the kernel is for 2 to {_product.MAX_RANKS} ranks, not for {call['world']}"
+    if dtype.name not in _TYPES:
+        return _not_our_type(dtype)
+    try:
+        taken = _native.plan(OP, call, 0, 0.0)["workspace_bytes"]
+    except ValueError as refused:
+        return str(refused)
+    if taken <= MOST_WORKSPACE_BYTES or _config.config.always:
+        return None
+    return (
+        f"places for {call['world'] * call['tokens']} tokens take {taken} bytes of the heap on "
+        f"each rank, more than {MOST_WORKSPACE_BYTES}; jflux.config(always=True) takes the kernel"
+    )
+
+
+def dispatched(
+    params: Params, x: jax.Array, indices: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, KernelHandle]:
+    """(rows [R, H], their weights f32 [R], the rows of each expert i32 [E_local], handle). Operands
+    vary over the axes; weights are float32."""
+    operands = meshes.vary_alike(x, indices, weights)
+    rows, row_weights, sizes, slot, expert_row = _dispatch_primitive.bind(*operands, params=params)
+    indices = operands[1]
+    rank, first = _rank(indices, params), _first(indices, params)
+    handle = KernelHandle(indices, slot, expert_row, rank, first, params)
+    return rows, row_weights, sizes, handle
+
+
+def combined(
+    handle: KernelHandle, y: jax.Array, weights: jax.Array | None, dtype: Any
+) -> jax.Array:
+    """The weighted sum of each token's rows of y [R, D]: [T, D]. `dtype` is y's type or the type in
+    which y is summed. Without weights, the plain sum."""
+    if weights is None:
+        w = jnp.ones(handle.expert_row.shape, np.float32)
+    else:
+        w = _weights_at_experts(on_first(handle.first, weights.astype(np.float32)), handle.params)
+    params = CombineParams(handle.params, np.dtype(dtype))
+    return _combine(params, y, w, handle.indices, handle.slot, handle.expert_row, handle.rank)
+
+
+def _combine(params: CombineParams, *operands: jax.Array) -> jax.Array:
+    return _combine_primitive.bind(*meshes.vary_alike(*operands), params=params)[0]
+
+
+# ---- What follows from the choices ---------------------------------------------------------------
+
+
+def _known(indices: jax.Array, params: Params) -> jax.Array:
+    """The indices, with -1 in place of those that name no expert."""
+    is_known = (indices >= 0) & (indices < params.world * params.experts)
+    return jnp.where(is_known, indices, -1)
+
+
+def _rank(indices: jax.Array, params: Params) -> jax.Array:
+    known = _known(indices, params)
+    to = jnp.where(known >= 0, known // params.experts, -1)
+    return jnp.where(_destinations.distinct(to).has_row, to, -1)
+
+
+def _first(indices: jax.Array, params: Params) -> jax.Array:
+    return _destinations.distinct(_known(indices, params)).first
+
+
+def _weights_at_experts(weights: jax.Array, params: Params) -> jax.Array:
+    """The weights of all ranks' slots, [N T, k]."""
+    return exchange.all_gather(weights, axis_name=params.axis_names, axis=0, tiled=True)
+
+
+def _of_slots(numbers: jax.Array, expert_row: jax.Array) -> jax.Array:
+    """numbers[row] for the row of each slot, [N T, k]; 0 for slots without a row here."""
+    return rows_or_zeros(numbers, expert_row)
+
+
+# ---- How a dispatch lowers -----------------------------------------------------------------------
+
+_DISPATCH_STEPS = Steps("all tokens to all ranks")
+_COMBINE_STEPS = Steps("an all-to-all of sums")
+
+_TYPES = ("bfloat16", "float16", "float32")
+
+
+def _not_our_type(dtype: Any) -> str:
+    return f"rows are {dtype}, the kernels take bfloat16, float16 and float32"
+
+
+def _call(arrays: Arrays, params: Params) -> dict[str, int]:
+    """A dispatch as the native plan function reads it."""
+    x, indices, *_ = arrays
+    return {
+        "world": params.world,
+        "tokens": x.shape[0],
+        "slots": indices.shape[1],
+        "row_bytes": x.shape[1] * x.dtype.itemsize,
+        "experts": params.experts,
+        "rows": params.rows,
+        "capacity": params.capacity,
+        "alignment": params.alignment,
+        "stride": params.stride,
+    }
+
+
+def _plan_of(steps: Steps, op: str, call: dict[str, int], dtype: Any, machine: Machine) -> Plan:
+    if dtype.name not in _TYPES:
+        return steps.plan(_not_our_type(dtype))
+    rows = call["world"] * call["tokens"]
+    # A dispatch sends a row in up to 8 parts, each with a signal. If the workspace does not fit,
+    # try fewer parts, which take fewer signals.
+    for most_parts in (8, 4, 2, 1):
+        call = call | {"most_parts": most_parts}
+        native = steps.native_plan(op, call, machine, fills="places of tokens")
+        if not isinstance(native, Plan):
+            words = f"one kernel, with places for {rows} tokens on each rank"
+            return plans.fused(words, native)
+    assert isinstance(native, Plan)
+    for pieces in (2, 4, 8):
+        if call["row_bytes"] % (16 * pieces) == 0:
+            piece = call | {"row_bytes": call["row_bytes"] // pieces}
+            if not isinstance(steps.native_plan(op, piece, machine, fills="places"), Plan):
+                no_room = native.reason.removeprefix(f"{steps.words}: ")
+                why = f"{pieces} calls of a part of each row, since {no_room}"
+                return dataclasses.replace(plans.decomposed(why), config={"pieces": pieces})
+    return native
+
+
+def _in_pieces(rows: jax.Array, plan: Plan) -> list[jax.Array]:
+    """The rows cut into the pieces that the plan moves in calls of their own; [] for one call."""
+    pieces = plan.config.get("pieces", 0)
+    return jnp.split(rows, pieces, axis=1) if pieces else []
+
+
+def _dispatch_decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
+    x, *choices = arrays
+    found = [
+        _dispatch_primitive.bind(piece, *choices, params=params) for piece in _in_pieces(x, plan)
+    ]
+    if not found:
+        return _dispatch_by_gathers(arrays, params)
+    return [jnp.concatenate([rows for rows, *_ in found], axis=1), *found[0][1:]]
+
+
+def _combine_decomposed(arrays: Arrays, params: CombineParams, plan: Plan) -> list[Any]:
+    y, *places = arrays
+    found = [
+        _combine_primitive.bind(piece, *places, params=params)[0] for piece in _in_pieces(y, plan)
+    ]
+    if not found:
+        return _combine_by_all_to_all(arrays, params)
+    return [jnp.concatenate(found, axis=1)]
+
+
+def _dispatch_shapes(arrays: Arrays, params: Params) -> list[primitives.ShapeDtype]:
+    x, indices, _ = arrays
+    return [
+        ((params.rows, x.shape[1]), x.dtype),
+        ((params.rows,), np.dtype(np.float32)),
+        ((params.experts,), np.dtype(np.int32)),
+        ((params.rows,), np.dtype(np.int32)),
+        ((params.world * x.shape[0], indices.shape[1]), np.dtype(np.int32)),
+    ]
+
+
+def _dispatch_by_gathers(arrays: Arrays, params: Params) -> list[Any]:
+    """A dispatch in which each rank gathers all tokens and keeps the rows of its experts."""
+    x, indices, weights = (
+        exchange.all_gather(a, axis_name=params.axis_names, axis=0, tiled=True) for a in arrays
+    )
+    experts, k = params.experts, indices.shape[1]
+    local = indices - lax.axis_index(params.axis_names) * experts
+    slots = _destinations.distinct(jnp.where((local >= 0) & (local < experts), local, -1))
+    own = jnp.where(slots.has_row, slots.expert, -1)
+    by_expert = moe.route(own, experts)
+    sizes = by_expert.counts
+    if params.capacity >= 0:
+        sizes = jnp.minimum(sizes, params.capacity)
+    padded = -(-sizes // params.alignment) * params.alignment
+    starts = jnp.cumsum(padded) - padded
+    if params.stride:
+        starts = jnp.arange(experts, dtype=jnp.int32) * params.stride
+    kept = by_expert._replace(counts=sizes)
+    slot, expert_row = _destinations.expert_rows(own, kept, starts, params.rows)
+    number = _destinations.number_among_equals(own, by_expert)
+    expert_row = jnp.where((own >= 0) & (number >= sizes[own]), _DROPPED, expert_row)
+    rows = rows_or_zeros(x, jnp.where(slot >= 0, slot // k, -1))
+    row_weights = rows_or_zeros(on_first(slots.first, weights).ravel(), slot)
+    return [rows, row_weights, sizes, slot, expert_row]
+
+
+def _dispatch_attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    return {
+        "alignment": np.int64(params.alignment),
+        "capacity": np.int64(params.capacity),
+        "parts": np.int64(plan.config["parts"]),
+        "stride": np.int64(params.stride),
+    }
+
+
+_dispatch_primitive = primitives.make_primitive(
+    primitives.Rules(
+        name=OP,
+        result_shapes=_dispatch_shapes,
+        reference=_dispatch_by_gathers,
+        decomposed=_dispatch_decomposed,
+        plan=lambda arrays, params, machine: _plan_of(
+            _DISPATCH_STEPS, OP, _call(arrays, params), arrays[0].dtype, machine
+        ),
+        plan_two_level=_DISPATCH_STEPS.plan_two_level,
+        attributes=_dispatch_attributes,
+        batch=_product.bind_one_by_one,
+    )
+)
+
+
+# ---- How a combine lowers ------------------------------------------------------------------------
+
+
+def _plan_combine(arrays: Arrays, params: CombineParams, machine: Machine) -> Plan:
+    y, *_, rank = arrays
+    call = {
+        "world": params.world,
+        "tokens": rank.shape[0],
+        "slots": rank.shape[1],
+        "row_bytes": y.shape[1] * y.dtype.itemsize,
+        "rows": y.shape[0],
+    }
+    return _plan_of(_COMBINE_STEPS, COMBINE, call, y.dtype, machine)
+
+
+def _combine_shapes(arrays: Arrays, params: CombineParams) -> list[primitives.ShapeDtype]:
+    y, *_, rank = arrays
+    return [((rank.shape[0], y.shape[1]), params.out_dtype)]
+
+
+def _combine_by_all_to_all(arrays: Arrays, params: CombineParams) -> list[Any]:
+    """A combine in which every rank sends back a row for each token, of zeros if it has none."""
+    y, w, _, slot, expert_row, rank = arrays
+    sums = moe_rows.combine(y, w, slot, expert_row)
+    back = exchange.bind("all_to_all", sums, params.axis_names, params.world, 0, 0)
+    tokens = rank.shape[0]
+    row = jnp.where(rank >= 0, rank * tokens + jnp.arange(tokens)[:, None], -1)
+    return [summed(back, row).astype(params.out_dtype)]
+
+
+_combine_primitive = primitives.make_primitive(
+    primitives.Rules(
+        name=COMBINE,
+        result_shapes=_combine_shapes,
+        reference=_combine_by_all_to_all,
+        decomposed=_combine_decomposed,
+        plan=_plan_combine,
+        plan_two_level=_COMBINE_STEPS.plan_two_level,
+        attributes=lambda arrays, params, plan: {"parts": np.int64(plan.config["parts"])},
+        batch=_product.bind_one_by_one,
+    )
+)
+
+
+# ---- Derivatives ---------------------------------------------------------------------------------
+
+
+def _dispatch_forward(operands: Sequence[Any], params: Params) -> tuple[Sequence[Any], Any]:
+    results = _dispatch_primitive.bind(*operands, params=params)
+    *_, slot, expert_row = results
+    return results, (operands[1], slot, expert_row)
+
+
+def _dispatch_tangents(kept: Any, tangents: Sequence[Any], params: Params) -> list[Any]:
+    indices, slot, _ = kept
+    dx, _, dw = tangents
+    if dx is not None:
+        given = jnp.zeros(indices.shape, np.float32) if dw is None else dw
+        return list(_dispatch_primitive.bind(*meshes.vary_alike(dx, indices, given),
+                                             params=params))  # fmt: skip
+    of_slots = _weights_at_experts(on_first(_first(indices, params), dw), params)
+    return [None, rows_or_zeros(of_slots.ravel(), slot), None, None, None]
+
+
+def _dispatch_backward(
+    kept: Any, cotangents: Sequence[Any], wanted: Sequence[Any], params: Params
+) -> list[Any]:
+    indices, slot, expert_row = kept
+    d_rows, d_weights, *_ = cotangents
+    dx, dw = None, None
+    if wanted[0] is not None and d_rows is not None:
+        ones = jnp.ones(expert_row.shape, np.float32)
+        combine = CombineParams(params, np.dtype(wanted[0].dtype))
+        dx = _combine(combine, d_rows, ones, indices, slot, expert_row, _rank(indices, params))
+    if wanted[2] is not None and d_weights is not None:
+        # A slot has a row on one rank at most. The other terms are zeros, so the sum is exact.
+        back = exchange.reduce_scatter(
+            _of_slots(d_weights, expert_row),
+            axis_name=params.axis_names, scatter_dimension=0, tiled=True,
+        )  # fmt: skip
+        first = _first(indices, params)
+        shared = jnp.take_along_axis(back, jnp.maximum(first, 0), axis=1)
+        dw = jnp.where(first >= 0, shared, 0)
+    return [dx, None, dw]
+
+
+def _dispatch_kept(operands: Sequence[Any], params: Params) -> Any:
+    raise derivatives.not_linear(OP, "its choices say where rows lie")
+
+
+derivatives.differentiate(
+    _dispatch_primitive,
+    derivatives.Derivatives(
+        _dispatch_forward, _dispatch_tangents, _dispatch_backward, _dispatch_kept
+    ),
+)
+
+
+def _combine_forward(operands: Sequence[Any], params: CombineParams) -> tuple[Sequence[Any], Any]:
+    return _combine_primitive.bind(*operands, params=params), tuple(operands)
+
+
+def _combine_tangents(kept: Any, tangents: Sequence[Any], params: CombineParams) -> list[Any]:
+    y, w, *places = kept
+    dy, dw, *_ = tangents
+    of_y = None if dy is None else _combine(params, dy, w, *places)
+    of_w = None if dw is None else _combine(params, y, dw, *places)
+    return [total([of_y, of_w])]
+
+
+def _combine_backward(
+    kept: Any, cotangents: Sequence[Any], wanted: Sequence[Any], params: CombineParams
+) -> list[Any]:
+    y, w, indices, slot, expert_row, _ = kept
+    (ct,) = cotangents
+    y_type = wanted[0] if y is None else y
+    zeros = jnp.zeros(indices.shape, np.float32)
+    # The cotangent travels in y's type, as in _partial_sums.py.
+    operands = meshes.vary_alike(ct.astype(y_type.dtype), indices, zeros)
+    rows, *_ = _dispatch_primitive.bind(*operands, params=params.dispatch)
+    wide = rows.astype(sum_dtype(y_type.dtype))
+    dy, dw = None, None
+    if wanted[0] is not None:
+        row_weights = rows_or_zeros(w.ravel(), slot)
+        dy = (row_weights[:, None] * wide).astype(y_type.dtype)
+    if wanted[1] is not None:
+        dots = jnp.sum(wide * y.astype(wide.dtype), axis=1).astype(np.float32)
+        dw = _of_slots(dots, expert_row)
+    return [dy, dw, None, None, None, None]
+
+
+def _combine_kept(operands: Sequence[Any], params: CombineParams) -> Any:
+    if operands[0] is None and operands[1] is None:
+        raise derivatives.not_linear(COMBINE, "it is linear in y and in weights, not in both")
+    return tuple(operands)
+
+
+derivatives.differentiate(
+    _combine_primitive,
+    derivatives.Derivatives(_combine_forward, _combine_tangents, _combine_backward, _combine_kept),
+)

@@ -1,0 +1,294 @@
+"""Code that the products of x and w share: checks, the forms that kernels take, and batching.
+_product_plan.py plans them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Required, TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from ... import _config
+from ..._native import MAX_RANKS, MAX_WEIGHTS
+from ..._ranks import meshes
+from .. import _lax
+from .._spec import Layout
+from ._product_plan import padded
+
+CPU_DTYPES = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
+CUDA_DTYPES = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16))
+#: The name that `jax.checkpoint` policies know a product's y by, where it has no activation.
+PRODUCT = "jflux_product"
+#: The types of operands that the kernels of products take, by platform.
+DTYPES = {"cpu": CPU_DTYPES, "cuda": CUDA_DTYPES}
+
+
+#: Why `lax` takes a call under ``check_vma=True``.
+NO_KERNEL_REDUCES = "{}: kernels have no types of sums that are still to be made"
+
+
+class Options(TypedDict, total=False):
+    """Arguments of every product on which the type of its result does not depend."""
+
+    axis_name: Required[meshes.AxisName]
+    transpose_rhs: bool
+    preferred_element_type: DTypeLike | None
+    precision: lax.PrecisionLike
+    mesh: Mesh | AbstractMesh | None
+    x_spec: PartitionSpec | None
+
+
+def is_for_lax(op: str, axis_name: meshes.AxisName, *operands: Any) -> bool:
+    """Whether `lax` takes a call, which it does in three cases:
+
+    - the axis has one rank, or is `vmap`'s;
+    - an operand is "unreduced": the sum over ranks is still to be made;
+    - an operand is "reduced": the sum over ranks of its gradient is still to be made. Along axes
+      other than the call's, along which another operand varies, it can be cast to vary instead.
+    """
+    if meshes.axis_size(axis_name) == 1:
+        return True
+    if not meshes.is_manual(axis_name):
+        _config.fall_back(op, f"axis {axis_name!r} is vmap's, not a mesh's")
+        return True
+    arrays = [a for a in operands if isinstance(a, jax.Array)]
+    types = [jax.typeof(a) for a in arrays]
+    reduced = frozenset().union(*(t.manual_axis_type.reduced for t in types))
+    kept = reduced - (meshes.varying(arrays) - frozenset(meshes.as_tuple(axis_name)))
+    if not kept and not any(t.manual_axis_type.unreduced for t in types):
+        return False
+    _config.fall_back(op, NO_KERNEL_REDUCES.format(", ".join(t.str_short() for t in types)))
+    return True
+
+
+def warn_if_same(op: str, axis_name: meshes.AxisName, name: str, x: Any, *others: Any) -> None:
+    """Says, once for each shape of x, that a sum over ranks has the same term N times: no factor of
+    it varies over an axis, as types know under ``check_vma=True``. One factor may be the same, as
+    are tokens that meet other weights on each rank."""
+    axes = [axis for axis in meshes.as_tuple(axis_name) if meshes.axis_size(axis) > 1]
+    same = [axis for axis in axes if axis not in meshes.varying((x, *others))]
+    if same and meshes.tracks_vma(axis_name):
+        what = f"{name} {x.shape} and w are" if others else f"{name} {x.shape} is"
+        _config.say_once(
+            logging.WARNING,
+            f"jflux.{op}: {what} the same on all ranks along {', '.join(map(repr, same))}: the "
+            f"sum over ranks has its term {meshes.axis_size(tuple(same))} times. Split operands by "
+            "the in_specs of shard_map, or name only the axes that they are split over",
+        )
+
+
+# ---- Checks --------------------------------------------------------------------------------------
+
+
+def check_operands(op: str, x: Any, w: Any, dimension: int, dimension_name: str) -> int:
+    """Raises for operands that no product can take; returns `dimension`, not negative."""
+    if not isinstance(dimension, int | np.integer):
+        raise TypeError(f"jflux.{op}: {dimension_name} must be an int, got {dimension!r}")
+    for name, array in (("x", x), ("w", w)):
+        if not hasattr(array, "ndim") or not hasattr(array, "dtype"):
+            raise TypeError(f"jflux.{op}: {name} must be an array, got {type(array).__name__}")
+    if x.ndim < 2:
+        raise ValueError(f"jflux.{op}: x must have shape [..., rows, k], got {x.shape}")
+    if w.ndim != 2:
+        raise ValueError(f"jflux.{op}: w must have shape [k, n], got {w.shape}")
+    if not -x.ndim <= dimension < x.ndim or dimension % x.ndim == x.ndim - 1:
+        raise ValueError(
+            f"jflux.{op}: {dimension_name}={dimension} must name one of x's leading dimensions, "
+            f"not the contracted last one; x has shape {x.shape}"
+        )
+    return dimension % x.ndim
+
+
+def check_contraction(
+    op: str,
+    x: Any,
+    w: jax.Array,
+    layout: Layout,
+    axis_name: meshes.AxisName,
+    *,
+    transpose_rhs: bool,
+) -> None:
+    """Raises if x's last dimension, as it is multiplied, is not w's k.
+
+    Args:
+      layout: of the call, by which the ranks along `axis_name` split x and w.
+    """
+    k = w.shape[1 if transpose_rhs else 0]
+    if x.shape[-1] != k:
+        message = (
+            f"jflux.{op}: x {x.shape} and w {w.shape} do not contract: x has {x.shape[-1]} "
+            f"columns, w takes {k} ({transpose_rhs=}). Shapes are one rank's"
+        )
+        small, large = sorted((x.shape[-1], k))
+        if small and large % small == 0:
+            # One of them is whole where the op takes a part, or the other way round.
+            names = meshes.as_tuple(axis_name)
+            axis = names[0] if len(names) == 1 else names
+            wanted = [
+                f"{name} is P({', '.join(repr(axis if i == at else None) for i in range(ndim))})"
+                for name, ndim, at in (
+                    ("x", x.ndim, layout.rows["x"]), ("w", w.ndim, layout.others["w"])
+                )
+            ]  # fmt: skip
+            message += f"; in in_specs, {', '.join(wanted)}, beside other axes"
+        raise ValueError(message)
+
+
+def check_axis(op: str, name: str, axis: Any, x: Any, of: str = "the product x @ w") -> int:
+    """`axis` of an array with as many dimensions as x, not negative; raises for one that it has
+    not."""
+    if not isinstance(axis, int | np.integer):
+        raise TypeError(f"jflux.{op}: {name} must be an int, got {axis!r}")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(
+            f"jflux.{op}: {name}={axis} must name a dimension of {of}, which has "
+            f"{x.ndim}; x has shape {x.shape}"
+        )
+    return int(axis) % x.ndim
+
+
+def out_dtype(
+    op: str, operands: Any, preferred_element_type: Any, precision: lax.PrecisionLike = None
+) -> np.dtype:
+    """The type of all results: that of `lax.dot_general`, which the reference calls and which
+    checks `precision`."""
+    dtypes = sorted({np.dtype(a.dtype).name for a in operands})
+    if preferred_element_type is None and len(operands) > 2 and len(dtypes) > 1:
+        raise TypeError(
+            f"jflux.{op}: several weights or products must be of one type, got "
+            f"{', '.join(dtypes)}; cast them, or pass preferred_element_type"
+        )
+    pair = (operands[0].dtype, operands[-1].dtype)
+    return _lax.dot_dtype(*pair, preferred_element_type, precision)
+
+
+def constant_if_whole(out: np.dtype, *operands: jax.Array) -> list[jax.Array]:
+    """The operands of a call with results of this type, without gradients if that is one of whole
+    numbers: `jax.custom_jvp` would ask for their tangents."""
+    if jnp.issubdtype(out, jnp.inexact):
+        return list(operands)
+    return [jax.lax.stop_gradient(a) for a in operands]
+
+
+def kernel_takes(x: Any, w: Any, out: np.dtype, world: int, platform: str) -> str | None:
+    """Why no kernel on `platform` takes these operands, or None."""
+    dtypes = DTYPES[platform]
+    names = "/".join(sorted(d.name for d in dtypes))
+    if x.dtype != w.dtype:
+        return f"x is {x.dtype} and w is {w.dtype}, kernels take one type for both"
+    if x.dtype not in dtypes:
+        return f"{x.dtype} operands on {platform}, where the kernels take {names}"
+    if out != x.dtype and out != np.float32:
+        return f"a {out} result of {x.dtype} operands"
+    if platform == "cuda" and total_rows(x) * world >= 1 << 31:
+        return f"{total_rows(x)} rows on each of {world} ranks, kernels take fewer than 2^31 in all"
+    if world > MAX_RANKS:
+        return f"{world} ranks, kernels take up to {MAX_RANKS}"
+    return None
+
+
+def why_no_kernel(pairs: Iterable[tuple[Any, Any]], params: Any, platform: str) -> str | None:
+    """Why the kernels cannot take one of these x and w, or None."""
+    reasons = (kernel_takes(x, w, params.out_dtype, params.world, platform) for x, w in pairs)
+    return next(filter(None, reasons), None)
+
+
+# ---- Sizes ---------------------------------------------------------------------------------------
+
+
+def outer_inner(shape: tuple[int, ...], dimension: int, shards: int) -> tuple[int, int]:
+    """(outer, inner) of cc/core/rows.h for an array whose `dimension` has `shards` shards."""
+    return (
+        math.prod(shape[:dimension]),
+        math.prod(shape[dimension:-1]) // shards,
+    )
+
+
+def total_rows(x: Any) -> int:
+    """Rows of an array [..., rows, k], leading dimensions included."""
+    return math.prod(x.shape[:-1])
+
+
+def zeros(shape: tuple[int, ...], dtype: Any, *like: jax.Array) -> jax.Array:
+    """Zeros that vary over the mesh axes that `like` varies over, and depend on nothing."""
+    return meshes.vary(jnp.zeros(shape, dtype), meshes.varying(like))
+
+
+def flops(x: Any, w: Any, transpose_rhs: bool) -> int:
+    """The FLOPs of ``x @ w``."""
+    return 2 * math.prod(x.shape) * columns(w, transpose_rhs)
+
+
+def columns_axis(transpose_rhs: bool) -> int:
+    """Which dimension of a w is n."""
+    return 0 if transpose_rhs else 1
+
+
+def columns(w: Any, transpose_rhs: bool) -> int:
+    """n of a w."""
+    return w.shape[columns_axis(transpose_rhs)]
+
+
+def most_weights(platform: str) -> int:
+    """How many the kernels of one call take."""
+    return MAX_WEIGHTS if platform == "cuda" else 1
+
+
+# ---- Forms that the kernels take -----------------------------------------------------------------
+
+#: How a padded call says so (`prepared`).
+PADDED = "k and n are padded, to rows of whole 64 bytes"
+RANK_MAJOR = "rows are put in rank order first"
+SIDE_BY_SIDE = "weights are put side by side first"
+END_TO_END = "terms are put end to end first"
+EPILOGUE_AFTER = "XLA applies the epilogue after the kernel"
+
+
+def pad_last(array: Any, dimensions: int) -> Any:
+    """An array whose last dimensions are padded with zeros, where they are no whole units."""
+    sizes = array.shape[array.ndim - dimensions :]
+    widths = [(0, 0)] * (array.ndim - dimensions) + [(0, padded(s) - s) for s in sizes]
+    return jnp.pad(array, widths)
+
+
+def pad_to_units(xs: Sequence[Any], ws: Sequence[Any]) -> list[Any]:
+    """[*xs, *ws], with k and n padded with zeros to whole units."""
+    return [*(pad_last(x, 1) for x in xs), *(pad_last(w, 2) for w in ws)]
+
+
+# ---- Batching ------------------------------------------------------------------------------------
+
+
+def widen(w: Any, batch: int, transpose_rhs: bool) -> tuple[Any, Callable[[Any], Any]]:
+    """A batched w as one wider w, and how to get the batch back: y [..., b * n] -> [..., b, n]."""
+    n_axis = columns_axis(transpose_rhs)
+    w = jnp.moveaxis(w, batch, n_axis)
+    b, n = w.shape[n_axis : n_axis + 2]
+    wide = w.reshape(*w.shape[:n_axis], b * n, *w.shape[n_axis + 2 :])
+    return wide, lambda y: y.reshape(*y.shape[:-1], b, n)
+
+
+def bind_one_by_one(primitive: Any, operands: Any, dims: Any, *, params: Any) -> Any:
+    """The batching rule of a primitive whose calls nothing puts together."""
+    bind = functools.partial(primitive.bind, params=params)
+    return batch_one_by_one(bind, operands, dims)
+
+
+def batch_one_by_one(bind: Any, operands: Any, dims: Any) -> tuple[list[Any], list[int]]:
+    """The calls of a batch, one after the other."""
+    batched = [jnp.moveaxis(a, d, 0) for a, d in zip(operands, dims, strict=True) if d is not None]
+
+    def one(batched: Any) -> Any:
+        rest = iter(batched)
+        return bind(*(a if d is None else next(rest) for a, d in zip(operands, dims, strict=True)))
+
+    results = jax.lax.map(one, batched)
+    return results, [0] * len(results)

@@ -1,0 +1,292 @@
+"""How a product of x and w is planned: its sizes, when the decomposed form is faster, and the plan.
+
+An op's rule is ``plan_rule(sizes=..., unsupported=..., why_decomposed=...)``. A new reason to be
+decomposed goes to :func:`why_decomposed`, or to the op's own function that calls it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ... import _config, _native
+from ..._call import plans, tuning_tables
+from ..._call.plans import Arrays, Machine, Plan
+from ..._native import TILE_ROWS, UNIT
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """A product as its kernel sees it, on one rank: rows are [outer, world, inner] or
+    [outer, inner], as cc/core/rows.h numbers them; k and n are of all terms and all weights.
+
+    Attributes:
+      first_k: of the first term alone, if there are several.
+      gated: whether two weights make one result.
+      split_rows, concat_rows: of an all-to-all: whether shards are rows of what is sent, and of
+        what is put together.
+    """
+
+    op: str
+    world: int
+    outer: int
+    inner: int
+    k: int
+    n: int
+    dtype: np.dtype
+    out_dtype: np.dtype
+    transpose_rhs: bool
+    first_k: int = 0
+    gated: bool = False
+    split_rows: bool = False
+    concat_rows: bool = False
+
+    @property
+    def rows(self) -> int:
+        """The rows of all ranks."""
+        return self.world * self.outer * self.inner
+
+    @property
+    def key(self) -> tuning_tables.Key:
+        """The key of the call in tuning tables."""
+        return tuning_tables.Key(
+            self.op, self.world, self.rows, self.n, self.k, self.dtype.name, self.transpose_rhs
+        )
+
+    def native(self) -> dict[str, int]:
+        """The arguments of the native plan function, with only the options that the op has."""
+        options = {
+            "first_k": self.first_k,
+            "gated": self.gated,
+            "split_rows": self.split_rows,
+            "concat_rows": self.concat_rows,
+        }
+        return {
+            "world": self.world,
+            "outer": self.outer,
+            "inner": self.inner,
+            "k": self.k,
+            "n": self.n,
+            "dtype": _native.dtype_number(self.dtype),
+            "out_dtype": _native.dtype_number(self.out_dtype),
+            "transpose_rhs": self.transpose_rhs,
+            **{name: int(value) for name, value in options.items() if value},
+        }
+
+
+#: Elements of 128 bytes, the most that :func:`alignment` looks for.
+MOST_ALIGNMENT = 8 * UNIT
+
+
+def alignment(xs: Sequence[Any], ws: Sequence[Any]) -> int:
+    """The largest power of two of elements, up to 128 bytes, whose multiples k and n of all
+    operands are: how the rows of x, and those of w as it is and transposed, are aligned."""
+    sizes = [x.shape[-1] for x in xs] + [size for w in ws for size in w.shape]
+    return math.gcd(MOST_ALIGNMENT, *sizes)
+
+
+def in_units(xs: Sequence[Any], ws: Sequence[Any]) -> bool:
+    """Whether the rows of all operands are whole 16-byte units, as the CUDA kernels need them."""
+    return alignment(xs, ws) >= UNIT
+
+
+#: If ranks share tiles, an all_gather_matmul on full links has all rows in one raster group for up
+#: to so many rows of all peers (InOneRasterGroup of cc/gpu/gemm_choice.h). The first tiles then
+#: wait for all rows, and one kernel hides no communication. It only saves the start of a second
+#: kernel, which takes this share of the product's time (docs/experiments/0033).
+MOST_IN_ONE_GROUP = 1600
+SAVED_IN_ONE_GROUP = 1 / 16
+
+
+def why_decomposed(
+    m: int,
+    machine: Machine,
+    *,
+    fewest: int,
+    ranks: int = 1,
+    width: int = 0,
+    alignment: int = MOST_ALIGNMENT,
+    gathers: bool = False,
+) -> str | None:
+    """Why m rows of all ranks take longer on GPUs in one kernel than as XLA's product and one of
+    jflux's collectives, in words; None if they do not. By docs/experiments/0020 and 0033.
+
+    Args:
+      m: rows of all ranks.
+      machine: its links.
+      fewest: the fewest rows for one kernel. With fewer, the product ends before it could hide any
+        communication.
+      ranks: the number of ranks.
+      width: the columns of w on each rank for an all-gather, its rows for a reduce-scatter; 0
+        skips the test for padding. If a rank's rows are not whole tiles, the kernel multiplies a
+        partly empty row of tiles. cuBLAS does not, and this may cost more than the overlap saves.
+      alignment: :func:`alignment` of the operands. Below one unit cuBLAS takes 4 times as long, and
+        the kernel is faster with any padding. Where rows are an odd number of units and few, cuBLAS
+        takes 1.8 times as long, and the kernel does not.
+      gathers: whether the call gathers rows, so that tiles wait for rows of peers.
+    """
+    if m < fewest and alignment != UNIT:
+        return f"{m} rows are fewer than {fewest}: there is no time to hide communication in"
+    if TILE_ROWS < m < 512:
+        return f"{m} rows: from {TILE_ROWS + 1} to 511 the decomposed form was measured faster"
+    if m <= TILE_ROWS or width == 0 or alignment < UNIT or m // ranks % TILE_ROWS == 0:
+        return None
+    padding = -m % (2 * TILE_ROWS) / m  # clusters have two tiles
+    saved = machine.balanced_columns / width * (ranks - 1) / ranks
+    peers = m * (ranks - 1) // ranks
+    if gathers and ranks > 2 and peers <= MOST_IN_ONE_GROUP * machine.links:
+        saved = min(saved, SAVED_IN_ONE_GROUP)
+    if padding > saved:
+        return (
+            f"{m} rows leave {-m % (2 * TILE_ROWS)} rows of padding in tiles of "
+            f"{2 * TILE_ROWS}, which would cost more than the overlap saves"
+        )
+    return None
+
+
+#: Rows that must be padded become multiples of this number of elements, which is 64 bytes. The
+#: kernels take up to 1.5 times as long to load rows of an odd number of units
+#: (docs/experiments/0053).
+PADDED_TO = 4 * UNIT
+
+
+def padded(size: int) -> int:
+    """k or n as the GPU kernels take it: whole units, and if there is padding, whole 64 bytes."""
+    return size if size % UNIT == 0 else size + -size % PADDED_TO
+
+
+def in_whole_units(sizes: Sizes) -> Sizes:
+    """The sizes of a call whose k and n are padded, as the GPU kernels take it."""
+    first_k = padded(sizes.first_k)
+    k = first_k + padded(sizes.k - sizes.first_k)
+    n = 2 * padded(sizes.n // 2) if sizes.gated else padded(sizes.n)
+    return dataclasses.replace(sizes, first_k=first_k, k=k, n=n)
+
+
+def in_rank_order(sizes: Sizes) -> Sizes:
+    """The sizes of a padded call whose ranks are brought in front of leading rows, where a tile's
+    rows would straddle leading indices."""
+    sizes = in_whole_units(sizes)
+    if sizes.outer == 1 or sizes.inner % TILE_ROWS == 0:
+        return sizes
+    return dataclasses.replace(sizes, outer=1, inner=sizes.outer * sizes.inner)
+
+
+class PlanFunction(Protocol):
+    """The same as `primitives.PlanRule`, which this module cannot import."""
+
+    def __call__(self, arrays: Arrays, params: Any, machine: Machine) -> Plan: ...
+
+
+class SizesRule(Protocol):
+    """(operands' types, params) -> the product as its kernel sees it."""
+
+    def __call__(self, arrays: Arrays, params: Any) -> Sizes: ...
+
+
+class DecomposedRule(Protocol):
+    """(operands' types, params, machine) -> why the decomposed form is faster on GPUs, or None."""
+
+    def __call__(self, arrays: Arrays, params: Any, machine: Machine) -> str | None: ...
+
+
+class UnsupportedRule(Protocol):
+    """(operands' types, params, platform) -> why no kernel takes the call, or None."""
+
+    def __call__(self, arrays: Arrays, params: Any, platform: str) -> str | None: ...
+
+
+def plan_product(
+    sizes: Sizes,
+    machine: Machine,
+    *,
+    why: Callable[[], str | None],
+    tuned: tuning_tables.Choice | str | None,
+    kernel: str | None,
+    why_not: Callable[[], Plan | None] = lambda: None,
+) -> Plan:
+    """The plan of a product that kernels take: a pure function.
+
+    Args:
+      sizes: of the call.
+      machine: what it runs on.
+      why: () -> why the decomposed form is faster, by the heuristic; None if it is not.
+      tuned: what was measured for the call: a configuration, or "decomposed", or nothing.
+      kernel: why the call takes the kernel whatever is faster, in words, or None.
+      why_not: () -> the plan of a call that the GPU kernel does not take, or None.
+    """
+    if kernel is None and tuned == tuning_tables.DECOMPOSED:
+        return plans.decomposed("measured to be faster: in a tuning table")
+    if not machine.on_gpus:
+        words = kernel or "the CPU back end runs every call that it takes"
+        native = machine.native_plan(sizes.op, sizes.native())
+        return plans.fused(words, native, key=sizes.key)
+    if kernel is None and tuned is None and (reason := why()):
+        return plans.decomposed(reason)
+    if (other := why_not()) is not None:
+        return other
+    call = sizes.native()
+    if isinstance(tuned, tuning_tables.Choice):
+        call |= dataclasses.asdict(tuned)
+        reason = f"configuration of the tuning table for {machine.device_kind or 'this GPU'}"
+    else:
+        reason = "configuration of the heuristic"
+    native = machine.native_plan(sizes.op, call)
+    return plans.fused(f"{kernel}; {reason}" if kernel else reason, native, key=sizes.key)
+
+
+def why_kernel(params: Any) -> str | None:
+    """Why a call takes the kernel whatever is faster: it was planned before, or the user asks."""
+    if params.prepared is not None:
+        return params.prepared
+    return "jflux.config(always=True)" if _config.config.always else None
+
+
+def plan_rule(
+    *,
+    sizes: SizesRule,
+    unsupported: UnsupportedRule,
+    why_decomposed: DecomposedRule,
+    on_gpus: Callable[[Sizes], Sizes] = in_whole_units,
+) -> PlanFunction:
+    """The plan rule of a product, for `primitives.Rules`.
+
+    Args:
+      sizes: of a call.
+      unsupported: why no kernel takes it.
+      why_decomposed: why the decomposed form is faster.
+      on_gpus: the sizes of the call in the form that the op's `canonical` gives it on GPUs.
+    """
+
+    def plan(arrays: Arrays, params: Any, machine: Machine) -> Plan:
+        call = sizes(arrays, params)
+        if machine.on_gpus:
+            call = on_gpus(call)
+
+        why = functools.partial(why_decomposed, arrays, params, machine)
+        tuned = tuning_tables.lookup(call.key, machine.device_kind if machine.on_gpus else "")
+        kernel = why_kernel(params)
+        if not_ours := unsupported(arrays, params, machine.platform):
+            by_heuristic = machine.on_gpus and tuned is None and why() is not None
+            if kernel is None and (tuned == tuning_tables.DECOMPOSED or by_heuristic):
+                return plans.reference(not_ours)  # nobody would expect the kernel
+            return plans.unsupported(not_ours)
+        return plan_product(call, machine, why=why, tuned=tuned, kernel=kernel)
+
+    return plan
+
+
+def attributes(sizes: Sizes, plan: Plan) -> dict[str, Any]:
+    """The FFI attributes that all products have."""
+    return {
+        "choice": plan.choice,
+        "inner": np.int64(sizes.inner),
+        "outer": np.int64(sizes.outer),
+        "senders": np.int64(plan.senders),
+        "transpose_rhs": sizes.transpose_rhs,
+    }

@@ -1,0 +1,220 @@
+"""grouped_matmul: the function, and its reference. Its primitives: _grouped_primitives.py; kernels:
+cc/ops/grouped_matmul."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from ..._call import local_ops, value_checks
+from .. import _epilogue, _lax
+from .._lax import several
+from . import _grouped_primitives, _product
+from ._grouped_primitives import Params
+
+OP = _grouped_primitives.OP
+
+
+def grouped_matmul(
+    x: jax.Array,
+    w: jax.Array | Sequence[jax.Array],
+    group_sizes: jax.Array,
+    *,
+    transpose_rhs: bool = False,
+    preferred_element_type: DTypeLike | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+    row_scale: jax.Array | None = None,
+) -> jax.Array:
+    """``x[r] @ w[e]`` for each row r of group e: the product of a mixture's experts.
+
+    Rows lie group after group; group e has ``group_sizes[e]`` of them::
+
+        x [M, K]   w [E, K, N]   group_sizes i32 [E]   ->   y [M, N]
+
+    means what `jax.lax.ragged_dot` means, and rows past the sum of the sizes are zeros, in y and in
+    the gradient of x, whatever x and dy have there. The sizes stay on the device. It computes on
+    one device: there is no axis, and inside `jax.shard_map` each rank has its own call.
+
+    With an activation, y is ``activation(x[r] @ w[e])``; with ``gated`` and w = (gate, up),
+    ``activation(x[r] @ gate[e]) * (x[r] @ up[e])`` (GLU variants, arXiv 2002.05202). With
+    `row_scale` each row of that is multiplied by its number, such as a token's routing weight. All
+    is computed in float32 (float64 for float64) and rounded once.
+
+    Differentiable in forward and reverse mode, any number of times. dx is a grouped product with w
+    transposed in place, dw the primitive ``jflux_grouped_matmul_dw``, exactly zero for a group
+    without rows. With an activation, the products before it are kept for the backward pass in y's
+    type, under the name ``"jflux_preactivation"``, and nothing else of y's size. `vmap` folds a
+    batch of x, or of w, into one call; a batch of sizes, or of both, is one call after the other.
+
+    CPUs run it in C++, GPUs in one kernel.
+
+    Args:
+      x: [M, K]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16 (GPU). Other types
+        take the reference.
+      w: [E, K, N], or [E, N, K] with `transpose_rhs`; or two such, with `gated`.
+      group_sizes: [E] integers, at least 0, whose sum is at most M.
+      transpose_rhs: w holds transposed weights. No copy is made.
+      preferred_element_type: of y; by default x's and w's. Sums are in float32 (float64 for
+        float64) whatever it is.
+      activation: None, "gelu", "gelu_tanh" (its approximation), "relu" or "silu".
+      gated: two weights make one y: the first product, activated, times the second.
+      row_scale: [M], of any floating type; used in float32.
+
+    Returns:
+      y [M, N]. Under ``check_vma=True`` it varies over every axis that an operand varies over.
+
+    Raises:
+      ValueError, TypeError: operands that do not fit, when the call is traced.
+      NotImplementedError: when it is lowered with ``jflux.config.strict``, for a call that no
+        kernel takes.
+      jax.errors.JaxRuntimeError, ValueError: when it runs, for a size below 0 and for sizes that
+        sum to more than M: which of them is JAX's choice.
+
+    Examples:
+      >>> x, w = jnp.ones((6, 2)), jnp.arange(1.0, 4.0)[:, None, None] * jnp.ones((3, 2, 1))
+      >>> jflux.grouped_matmul(x, w, jnp.array([3, 1, 2])).ravel().tolist()
+      [2.0, 2.0, 2.0, 4.0, 6.0, 6.0]
+    """
+    ws: Sequence[Any] = several(w)
+    out = check(x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated)
+    _check_scale(x, row_scale)
+    n = ws[0].shape[1 if transpose_rhs else 2]
+    scales = () if row_scale is None else (row_scale.astype(jnp.float32),)
+    common = jnp.result_type(x.dtype, *(one.dtype for one in ws))
+    x, *ws = (a.astype(common) for a in (x, *ws))
+    operands = (x, *ws, value_checks.to_int32(group_sizes), *scales)
+    if 0 in (*x.shape, *ws[0].shape):  # an activation of 0 is 0
+        return _product.zeros((x.shape[0], n), out, *operands)
+    params = Params(transpose_rhs, out, activation, gated, row_scale is not None)
+    (y,) = _grouped_primitives.grouped_matmul.bind(*operands, params=params)
+    return y
+
+
+def reference(
+    x: jax.Array,
+    w: jax.Array | Sequence[jax.Array],
+    group_sizes: jax.Array,
+    *,
+    transpose_rhs: bool = False,
+    preferred_element_type: DTypeLike | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+    row_scale: jax.Array | None = None,
+) -> jax.Array:
+    """:func:`jflux.grouped_matmul` in plain `lax`: `jax.lax.ragged_dot`, zeros past the sum of the
+    sizes, and what follows."""
+    ws = several(w)
+    out = check(x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated)
+    _check_scale(x, row_scale)
+    scales = () if row_scale is None else (row_scale.astype(jnp.float32),)
+    params = Params(transpose_rhs, out, activation, gated, row_scale is not None)
+    return _grouped_primitives.reference((x, *ws, group_sizes, *scales), params)[0]
+
+
+def ragged_dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: jax.Array | None = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """`jax.lax.ragged_dot` by :func:`jflux.grouped_matmul`: the same arguments, for models that
+    call it.
+
+    `lax` itself makes the call with a `group_offset` or an `out_sharding`, with operands of
+    different types or of types that no kernel takes, and with a `precision` above the default for
+    float32: the kernels of GPUs have no such products.
+
+    Args:
+      lhs: [m, k].
+      rhs: [g, k, n].
+      group_sizes: [g] integers.
+      precision, preferred_element_type, group_offset, out_sharding: as in `jax.lax.ragged_dot`.
+
+    Returns:
+      [m, n]; rows past the sum of the sizes are zeros if jflux makes the call.
+
+    Raises:
+      ValueError, TypeError: as :func:`jflux.grouped_matmul`, or `jax.lax.ragged_dot`.
+    """
+    default = precision in (None, lax.Precision.DEFAULT, "default")
+    simple = group_offset is None and out_sharding is None
+    same = lhs.dtype == rhs.dtype and lhs.dtype in _product.CPU_DTYPES
+    if simple and same and (default or lhs.dtype.itemsize == 2):
+        return grouped_matmul(lhs, rhs, group_sizes, preferred_element_type=preferred_element_type)
+    extra = {} if out_sharding is None else {"out_sharding": out_sharding}
+    return _lax.ragged_dot(
+        lhs, rhs, group_sizes, precision=precision, group_offset=group_offset,
+        preferred_element_type=preferred_element_type, **extra,
+    )  # fmt: skip
+
+
+def check(
+    x: Any,
+    ws: Sequence[Any],
+    group_sizes: Any,
+    transpose_rhs: bool,
+    preferred_element_type: Any,
+    activation: str | None,
+    gated: bool,
+) -> np.dtype:
+    """Raises for operands that do not fit; returns the type of y."""
+    if len(ws) != (2 if gated else 1):
+        raise ValueError(
+            f"jflux.{OP}: w must be one array, or with gated=True two (the gate's and the other's);"
+            f" got {len(ws)} and {gated=}"
+        )
+    _epilogue.check(OP, len(ws), (None,) * len(ws), activation, gated)
+    local_ops.check_arrays(
+        OP, x=x, **{f"w[{i}]": w for i, w in enumerate(ws)}, group_sizes=group_sizes
+    )
+    if x.ndim != 2:
+        raise ValueError(f"jflux.{OP}: x must have shape [M, K], got {x.shape}")
+    shape = "[E, N, K] (transpose_rhs=True)" if transpose_rhs else "[E, K, N]"
+    for w in ws:
+        if w.ndim != 3:
+            raise ValueError(f"jflux.{OP}: w must have shape {shape}, got {w.shape}")
+        k = w.shape[2 if transpose_rhs else 1]
+        if k != x.shape[1]:
+            raise ValueError(
+                f"jflux.{OP}: x {x.shape} has {x.shape[1]} columns, and w {w.shape}, which must be "
+                f"{shape}, takes {k}"
+            )
+        if w.shape != ws[0].shape:
+            raise ValueError(
+                f"jflux.{OP}: gated=True needs two weights of one shape, got {ws[0].shape} and "
+                f"{w.shape}"
+            )
+    groups = ws[0].shape[0]
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(
+            f"jflux.{OP}: group_sizes must be integers (int32), got {group_sizes.dtype}"
+        )
+    if group_sizes.shape != (groups,):
+        raise ValueError(
+            f"jflux.{OP}: group_sizes has shape {group_sizes.shape}, and w {ws[0].shape} has "
+            f"{groups} groups: it must have shape ({groups},)"
+        )
+    return _product.out_dtype(OP, (x, *ws), preferred_element_type)
+
+
+def _check_scale(x: Any, row_scale: Any) -> None:
+    if row_scale is None:
+        return
+    local_ops.check_arrays(OP, row_scale=row_scale)
+    if row_scale.shape != x.shape[:1]:
+        raise ValueError(
+            f"jflux.{OP}: row_scale has shape {row_scale.shape}, and x {x.shape} has "
+            f"{x.shape[0]} rows: it must have shape ({x.shape[0]},)"
+        )
+    if not jnp.issubdtype(row_scale.dtype, jnp.floating):
+        raise TypeError(f"jflux.{OP}: row_scale must be floating (float32), got {row_scale.dtype}")

@@ -1,0 +1,578 @@
+"""matmul_all_reduce: one kernel for large sums, and else made of the other ops. Kernels:
+cc/ops/matmul_all_reduce."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import ad
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from ..._call import plans, primitives, tuning_tables
+from ..._call.derivatives import none_if_zero, not_linear, total
+from ..._call.plans import Arrays, Machine, Plan
+from ..._ranks import global_arrays, meshes
+from ..._ranks.meshes import AxisName
+from ..._ranks.node_levels import Levels
+from .. import _lax, _norm, _two_level, _two_level_plan
+from .._collective import Collective
+from .._spec import Layout, OpSpec, all_ops
+from ..collectives import _sum_epilogue, all_reduce, exchange
+from . import _product, _product_plan
+
+OP = "matmul_all_reduce"
+
+#: The bytes of y above which the kernel sums finished tiles while it multiplies others.
+MOST_BYTES = 4 << 20
+#: The fewest rows for one kernel. With fewer, the product ends before it could hide any
+#: communication.
+FEWEST_ROWS = 32
+#: On two ranks one kernel multiplies and sums FEW_ROWS rows of more than FEW_ROWS_BYTES. It sends
+#: every tile to every rank; on more ranks that is more bytes than an all_reduce sends
+#: (docs/experiments/0018).
+FEW_ROWS = range(32, _product_plan.TILE_ROWS + 1)
+FEW_ROWS_BYTES = 512 << 10
+FEW_ROWS_RANKS = 2
+#: The share of the heap that a call may take: half of the heap for data, whose size is a power of
+#: two, and a little for their signals.
+MOST_OF_HEAP = 0.51
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A call, less its operands: x, w, the residual if there is one, and the norm's factors."""
+
+    sums: all_reduce.Params
+    transpose_rhs: bool
+    out_dtype: np.dtype
+    precision: Any
+    prepared: str | None = None
+
+    @property
+    def axis_names(self) -> tuple[Any, ...]:
+        return self.sums.axis_names
+
+    @property
+    def world(self) -> int:
+        return self.sums.world
+
+
+class Options(_product.Options, total=False):
+    """Arguments on which the type of the result does not depend."""
+
+    residual: jax.Array | None
+
+
+@overload
+def matmul_all_reduce(
+    x: jax.Array, w: jax.Array, *, norm: None = ..., **options: Unpack[Options]
+) -> jax.Array: ...
+@overload
+def matmul_all_reduce(
+    x: jax.Array, w: jax.Array, *, norm: _norm.Norm, **options: Unpack[Options]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def matmul_all_reduce(
+    x: jax.Array, w: jax.Array, *, norm: _norm.Norm | None, **options: Unpack[Options]
+) -> Any: ...
+@meshes.axis_by_name
+def matmul_all_reduce(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis_name: AxisName,
+    transpose_rhs: bool = False,
+    residual: jax.Array | None = None,
+    norm: _norm.Norm | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
+) -> Any:
+    """``psum(x @ w, axis_name)``: a row-parallel layer whose result every rank has, and what
+    follows it in a transformer.
+
+    Inside ``jax.shard_map``, per rank of N along `axis_name`::
+
+        x [..., m, k/N]   w [k/N, n]   ->   y [..., m, n]
+
+    Outside it, x, w and y are the global arrays [..., m, k], [k, n] and [..., m, n], and the op
+    wraps itself in a ``shard_map``.
+
+    Up to 4 MiB of y, as in decoding, it is XLA's product and :func:`jflux.all_reduce`, with the
+    residual and the norm. Above, each rank sums as many rows, tile by tile while it multiplies, and
+    sends every tile that is summed to all others. On GPUs that takes whole tiles of 128 rows for
+    each rank, and four times y of the symmetric heap, rounded up to a power of two, which may be
+    half of it (see :func:`jflux.init`). What does not fit is two calls:
+    :func:`jflux.matmul_reduce_scatter`, which hides half of the communication in the product, and
+    an all-gather of y's rows, which is not hidden. (If N does not divide the rows: the product and
+    :func:`jflux.all_reduce`.) Where N is 2, 32 to 128 rows with more than 512 KiB of y are one
+    kernel of their own, in which both ranks send each other their tiles and sum them.
+
+    Differentiable in both modes like ``lax.psum`` of the product: under ``check_vma=True`` y does
+    not vary over `axis_name`, and its gradient needs no communication.
+
+    Args:
+      x: [..., m, k/N], of any floating type.
+      w: [k/N, n], or [n, k/N] with `transpose_rhs`; of x's type.
+      axis_name: a mesh axis, or a tuple of them (the first one major).
+      transpose_rhs: w holds the transposed weight. No copy is made.
+      residual: [..., m, n] of any type, the same on all ranks of the axis: added to the sum. Of y's
+        type the kernels add it before the sum is rounded; of another one XLA adds it to the rounded
+        sum. y's type stays.
+      norm: a :class:`jflux.RMSNorm` or :class:`jflux.LayerNorm` of y's rows, whose scale and bias
+        are [n], of any type. With a product in the same kernel, rows are normalised by XLA.
+      preferred_element_type: the type of y, and of the partial products that travel; by default
+        x's.
+      precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
+      mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
+      x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
+        what its type says (explicit sharding), or not at all. The axis is added at the last
+        dimension if it is not there. Operands that are sharded otherwise are brought into place
+        first.
+
+    Returns:
+      y; with `norm` a pair: y, and its rows normalised.
+
+    Raises:
+      ValueError, TypeError: operands that do not fit, when the call is traced.
+      NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
+        takes, or that finds no room in the symmetric heap.
+      jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
+
+    Examples:
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "tp")
+      >>> x, w = jnp.ones((64, 128)), jnp.ones((128, 32))
+      >>> jflux.matmul_all_reduce(x, w, axis_name="tp", mesh=mesh).shape  # whole on every rank
+      (64, 32)
+    """
+    _product.check_operands(OP, x, w, -2, "the second to last dimension")
+    shape = (*x.shape[:-1], _product.columns(w, transpose_rhs))
+    _sum_epilogue.check(OP, shape, residual, norm)
+    if not meshes.is_bound(axis_name):
+        return _over_global_arrays(
+            matmul_all_reduce, x, w, residual, norm, mesh=mesh, x_spec=x_spec,
+            axis_name=axis_name, transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type, precision=precision,
+        )  # fmt: skip
+    layout = SPEC.layout(x.ndim, transpose_rhs=transpose_rhs)
+    _product.check_contraction(OP, x, w, layout, axis_name, transpose_rhs=transpose_rhs)
+    if _product.is_for_lax(OP, axis_name, x, w, residual):
+        return reference(
+            x, w, axis_name=axis_name, transpose_rhs=transpose_rhs, residual=residual, norm=norm,
+            preferred_element_type=preferred_element_type, precision=precision,
+        )  # fmt: skip
+    names = meshes.as_tuple(axis_name)
+    epilogue, added = _sum_epilogue.operands(OP, names, residual, norm)
+    params = Params(
+        sums=all_reduce.Params(names, meshes.axis_size(names), None, epilogue),
+        transpose_rhs=transpose_rhs,
+        out_dtype=_product.out_dtype(OP, (x, w), preferred_element_type, precision),
+        precision=precision,
+    )
+    _product.warn_if_same(OP, axis_name, "x", x, w)
+    x, w, *added = meshes.vary_together(axis_name, x, w, *added, same=len(added))
+    x, w, *added = _product.constant_if_whole(params.out_dtype, x, w, *added)
+    results = _over_rows(params, x, w, added)
+    return results[0] if norm is None else tuple(results)
+
+
+def reference(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis_name: AxisName,
+    transpose_rhs: bool = False,
+    residual: jax.Array | None = None,
+    norm: _norm.Norm | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
+) -> Any:
+    """``psum(x @ w)``: x [..., m, k/N], w [k/N, n] -> [..., m, n] per rank of N.
+
+    Arguments, results and the use on global arrays are those of
+    :func:`jflux.matmul_all_reduce`; partial products are rounded
+    to y's type before they are summed, and the sum before a residual is added."""
+    if not meshes.is_bound(axis_name):
+        return _over_global_arrays(
+            reference, x, w, residual, norm, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
+            transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
+            precision=precision,
+        )  # fmt: skip
+    partial = _lax.matmul(x, w, preferred_element_type, precision, transpose_rhs)
+    return all_reduce.reference(partial, axis_name=axis_name, residual=residual, norm=norm)
+
+
+def _communication(ndim: int, **_: Any) -> Collective:
+    return Collective("all_reduce")
+
+
+def _over_global_arrays(
+    op: Any,
+    x: jax.Array,
+    w: jax.Array,
+    residual: Any,
+    norm: Any,
+    *,
+    mesh: Mesh | AbstractMesh | None,
+    x_spec: PartitionSpec | None,
+    axis_name: AxisName,
+    **options: Any,
+) -> Any:
+    """`op` is the public function or its reference; `options` are the rest of its own."""
+    product = SPEC.layout(x.ndim, **options)
+    rows = {**product.rows, "residual": None, "normalised": None}
+    return global_arrays.over_global_arrays(
+        functools.partial(op, axis_name=axis_name, **options), OP,
+        {"x": x, "w": w, "residual": residual, "norm": norm},
+        Layout(rows, {**product.others, "norm": None}),
+        results="y" if norm is None else ("y", "normalised"),
+        axis_name=axis_name, mesh=mesh, x_spec=x_spec, check_vma=True,
+    )  # fmt: skip
+
+
+def _partial(params: Params, x: jax.Array, w: jax.Array) -> jax.Array:
+    return _lax.matmul(x, w, params.out_dtype, params.precision, params.transpose_rhs)
+
+
+def _over_rows(params: Params, x: Any, w: Any, added: Sequence[Any]) -> list[jax.Array]:
+    """The primitive, of an x with any leading dimensions."""
+    shape = (*x.shape[:-1], _product.columns(w, params.transpose_rhs))
+    count, rows = int(params.sums.epilogue.residual), _product.total_rows(x)
+    residual = [a.reshape(rows, shape[-1]) for a in added[:count]]
+    results = _primitive.bind(
+        x.reshape(rows, x.shape[-1]), w, *residual, *added[count:], params=params
+    )
+    return [y.reshape(shape) for y in results]
+
+
+def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
+    (x, w, *added), (dx, dw, *dadded) = primals, [none_if_zero(t) for t in tangents]
+    y, *normalised = _primitive.bind(*primals, params=params)
+    results = [checkpoint_name(y, _product.PRODUCT), *normalised]
+    dpartial = total(
+        [
+            None if dx is None else _partial(params, dx, w),
+            None if dw is None else _partial(params, x, dw),
+        ]
+    )
+    alone = params.sums.without_epilogue()
+    dy = None if dpartial is None else all_reduce.bind(alone, dpartial)[0]
+    return results, _sum_epilogue.tangents(params.sums.epilogue, results[0], dy, added, dadded)
+
+
+def _transpose(cotangents: Any, x: Any, w: Any, *added: Any, params: Params) -> list[Any]:
+    ct, dadded = _sum_epilogue.transpose(OP, params.sums.epilogue, cotangents, added)
+    wanted = [ad.is_undefined_primal(a) for a in (x, w)]
+    if all(wanted):
+        raise not_linear(OP, "it is linear in x and in w, not in both at once")
+    if not any(wanted):
+        return [None, None, *dadded]
+    aval = (x if wanted[0] else w).aval
+    if ct is None:
+        return [*(ad.Zero(aval) if is_ else None for is_ in wanted), *dadded]
+    dpartial = _lax.rounded(all_reduce.of_each(params.sums, ct, aval), aval)
+    if wanted[0]:
+        transposed = not params.transpose_rhs
+        dx = _lax.matmul(dpartial, w, aval.dtype, params.precision, transposed)
+        return [dx, None, *dadded]
+    dw = _lax.weight_gradient(x, dpartial, params.transpose_rhs, aval.dtype, params.precision)
+    return [None, dw, *dadded]
+
+
+# ---- The primitive: x [rows, k], w, perhaps the residual [rows, n], and the norm's factors -------
+
+
+def _result(arrays: Arrays, params: Params) -> list[Any]:
+    x, w, *added = arrays
+    y = ((x.shape[0], _product.columns(w, params.transpose_rhs)), params.out_dtype)
+    return [y] * params.sums.epilogue.results
+
+
+def _reference(arrays: Arrays, params: Params) -> list[Any]:
+    x, w, *added = arrays
+    y = Collective("all_reduce").lax(_partial(params, x, w), params.axis_names)
+    return _sum_epilogue.apply(params.sums.epilogue, y, added)
+
+
+def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
+    x, w, *added = arrays
+    if not plan.config.get("scattered"):
+        return _product_and_sum(x, w, *added, params=params)
+    return _scattered_and_gathered(x, w, *added, params=params)
+
+
+def _product_and_sum(x: Any, w: Any, *added: Any, params: Params) -> list[Any]:
+    """The product, and its sum over the ranks, which has a plan of its own."""
+    return all_reduce.bind(params.sums, _partial(params, x, w), added)
+
+
+def _scattered_and_gathered(x: Any, w: Any, *added: Any, params: Params) -> list[Any]:
+    """The sum scattered, with the residual's rows, and gathered again."""
+    names, rows = params.axis_names, x.shape[0] // params.world
+    epilogue = params.sums.epilogue
+    own = None
+    if epilogue.residual:
+        own = lax.dynamic_slice_in_dim(added[0], lax.axis_index(names) * rows, rows)
+    scatter = all_ops()["matmul_reduce_scatter"].function
+    y = scatter(
+        x, w, axis_name=names, residual=own, transpose_rhs=params.transpose_rhs,
+        preferred_element_type=params.out_dtype, precision=params.precision,
+    )  # fmt: skip
+    rest = dataclasses.replace(epilogue, residual=False)
+    return _sum_epilogue.apply(rest, exchange.gather_for_all(y, names), epilogue.factors(added))
+
+
+def _plan_two_level(arrays: Arrays, params: Params, machine: Machine, levels: Levels) -> Plan:
+    x, w, *_ = arrays
+    rows, columns = x.shape[0], _product.columns(w, params.transpose_rhs)
+    nbytes = rows * columns * params.out_dtype.itemsize
+    if nbytes <= MOST_BYTES:
+        return plans.decomposed(
+            f"{levels}; y has {nbytes} bytes: up to {MOST_BYTES} a product and an all_reduce are "
+            "faster"
+        )
+    if rows % levels.local != 0:
+        return plans.decomposed(f"{levels}; the ranks of one do not divide {rows} rows")
+    why = _product.kernel_takes(x, w, params.out_dtype, levels.local, machine.platform)
+    if why and levels.local > 1:
+        return plans.decomposed(why)  # the sum may still be a kernel's
+    step = _two_level_plan.Step(
+        rows=rows,
+        flops=2.0 * rows * x.shape[1] * columns,
+        nbytes=2 * (levels.count - 1) / levels.count * nbytes / levels.local,
+        divided=rows // levels.local,
+        own=False,
+    )
+    return _two_level_plan.plan_product(step, params, levels)
+
+
+def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
+    """A call over two levels, in three steps for each chunk of rows. Each node reduce-scatters its
+    product, ranks with the same place on all nodes sum their rows, and each node gathers the sums.
+    While one chunk travels between nodes, the next one is multiplied."""
+    x, w, *added = arrays
+    epilogue, names, local = params.sums.epilogue, (levels.inside,), levels.local
+    chunks, transfers = plan.config["chunks"], _two_level.Transfers(levels)
+    scatter = all_ops()["matmul_reduce_scatter"].call
+    gathered = []
+    for chunk in range(chunks):
+        rows = _two_level.chunk_of(x, 0, local, chunk, chunks)
+        part = scatter(
+            (rows,), (w,), axis_names=names, world=local, dimension=0,
+            transpose_rhs=params.transpose_rhs, dtype=params.out_dtype, precision=params.precision,
+        )  # fmt: skip
+        residual = [
+            _two_level.own_block(_two_level.chunk_of(a, 0, local, chunk, chunks), levels).ravel()
+            for a in added[: epilogue.residual]
+        ]
+        total = transfers.sum(part.ravel(), residual).reshape(part.shape)
+        y = exchange.bind("all_gather", total, names, local, None, 0)
+        gathered.append(_two_level.divide(y, 0, local))
+    y = _two_level.merge(jnp.concatenate(gathered, 1), 0)
+    rest = dataclasses.replace(epilogue, residual=False)
+    return _sum_epilogue.apply(rest, y, epilogue.factors(added))
+
+
+def are_few_rows(rows: int, columns: int, world: int) -> bool:
+    """Whether one kernel multiplies and sums a y of a 16-bit type (see `FEW_ROWS`)."""
+    return rows in FEW_ROWS and rows * columns * 2 > FEW_ROWS_BYTES and world == FEW_ROWS_RANKS
+
+
+def _is_large(rows: int, columns: int, dtype: np.dtype) -> bool:
+    return rows * columns * dtype.itemsize > MOST_BYTES
+
+
+def is_one_call(shape: tuple[int, ...], dtypes: Sequence[Any], world: int) -> bool:
+    """Whether one call can multiply and sum a y of this shape. `dtypes` are those of x, w and y."""
+    rows, columns = int(np.prod(shape[:-1])), shape[-1]
+    types = [np.dtype(d) for d in dtypes]
+    large = _is_large(rows, columns, types[-1])
+    halves = len(set(types)) == 1 and types[0] in _product.CUDA_DTYPES
+    return (large or halves and are_few_rows(rows, columns, world)) and rows % world == 0
+
+
+def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
+    x, w, *added = arrays
+    return _product_plan.Sizes(
+        op=OP,
+        world=params.world,
+        outer=1,
+        inner=x.shape[0] // params.world,
+        k=x.shape[1],
+        n=_product.columns(w, params.transpose_rhs),
+        dtype=x.dtype,
+        out_dtype=params.out_dtype,
+        transpose_rhs=params.transpose_rhs,
+    )
+
+
+def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
+    x, w, *added = arrays
+    rows, columns = x.shape[0], _product.columns(w, params.transpose_rhs)
+    if why := _product.kernel_takes(x, w, params.out_dtype, params.world, machine.platform):
+        return plans.decomposed(why)  # the sum may still be a kernel's
+    if not is_one_call((rows, columns), (x.dtype, w.dtype, params.out_dtype), params.world):
+        size = rows * columns * params.out_dtype.itemsize
+        if size <= MOST_BYTES:
+            return plans.decomposed(
+                f"y has {size} bytes; up to {MOST_BYTES} a product and an all_reduce are faster"
+            )
+        return plans.decomposed(
+            f"the {params.world} ranks do not divide {rows} rows; each sums as many in the kernel"
+        )
+    sizes = _sizes((x, w), params)
+    plan = _product_plan.plan_product(
+        sizes,
+        machine,
+        why=lambda: _product_plan.why_decomposed(rows, machine, fewest=FEWEST_ROWS),
+        tuned=tuning_tables.lookup(sizes.key, machine.device_kind if machine.on_gpus else ""),
+        kernel=_product_plan.why_kernel(params),
+        why_not=lambda: _why_not_on_gpus(sizes),
+    )
+    if plan.path == plans.Path.FUSED and machine.on_gpus:
+        if plan.workspace_bytes > machine.heap_bytes * MOST_OF_HEAP:
+            plan = plans.decomposed(
+                machine.why_no_room("the kernel would take", plan.workspace_bytes, "half")
+            )
+            return _as_scattered(plan, sizes)
+        return plan
+    return plan
+
+
+def _why_not_on_gpus(sizes: _product_plan.Sizes) -> Plan | None:
+    """The plan of a call that the GPU kernel does not take: whole units of one type, one tile of
+    rows or whole ones for each rank."""
+    rows, unit = sizes.rows, _product_plan.UNIT
+    if sizes.out_dtype != sizes.dtype:
+        why = f"x is {sizes.dtype} and y {sizes.out_dtype}, the GPU kernel takes one type"
+    elif sizes.k % unit or sizes.n % unit:
+        why = f"k={sizes.k} and n={sizes.n} must be multiples of {unit} for the GPU kernel"
+    elif not are_few_rows(rows, sizes.n, sizes.world) and sizes.inner % _product_plan.TILE_ROWS:
+        why = f"{sizes.inner} rows of a rank are no whole tiles of {_product_plan.TILE_ROWS}"
+    else:
+        return None
+    return _as_scattered(plans.decomposed(why), sizes)
+
+
+def _as_scattered(plan: Plan, sizes: _product_plan.Sizes) -> Plan:
+    """A large sum is scattered in the product and then gathered, which hides half of it."""
+    scattered = _is_large(sizes.rows, sizes.n, sizes.out_dtype)
+    return dataclasses.replace(plan, config={"scattered": int(scattered)})
+
+
+def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
+    x, w, *added = arrays
+    epilogue = params.sums.epilogue
+    foreign = epilogue.residual and added[0].dtype != params.out_dtype
+    if epilogue.norm is None and not foreign:
+        return None
+
+    def after_the_kernel(x: Any, w: Any, *added: Any) -> list[Any]:
+        in_kernel = _sum_epilogue.SumEpilogue(residual=epilogue.residual and not foreign)
+        simple = dataclasses.replace(
+            params,
+            sums=dataclasses.replace(params.sums, epilogue=in_kernel),
+            prepared="XLA normalises the rows, or adds a residual of another type, after it",
+        )
+        (y,) = _primitive.bind(x, w, *added[: in_kernel.residual], params=simple)
+        rest = dataclasses.replace(epilogue, residual=foreign)
+        return _sum_epilogue.apply(rest, y, added if foreign else epilogue.factors(added))
+
+    return after_the_kernel
+
+
+def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    x, w, *added = arrays
+    return _product_plan.attributes(_sizes((x, w), params), plan)
+
+
+def _flops(arrays: Arrays, params: Params) -> int:
+    x, w, *_ = arrays
+    return _product.flops(x, w, params.transpose_rhs)
+
+
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
+    bind = functools.partial(primitive.bind, params=params)
+    x, w, *added = operands
+    count = int(params.sums.epilogue.residual)
+    rows_dims, factor_dims = (dims[0], *dims[2 : 2 + count]), dims[2 + count :]
+    results = params.sums.epilogue.results
+    if dims[1] is not None or any(d is not None for d in factor_dims):
+        # One sum of a whole batch is better than many, where tiles are not summed one by one.
+        shapes = [
+            tuple(size for i, size in enumerate(a.shape) if i != d)
+            for a, d in zip((x, w), dims, strict=False)
+        ]
+        columns = shapes[1][_product.columns_axis(params.transpose_rhs)]
+        types = (x.dtype, w.dtype, params.out_dtype)
+        if is_one_call((shapes[0][0], columns), types, params.world):
+            return _product.batch_one_by_one(bind, operands, dims)
+        together = functools.partial(_product_and_sum, params=params)
+        return jax.vmap(together, in_axes=tuple(dims))(*operands), [0] * results
+    # Rows of the batch are rows of one larger call.
+    rows = [x, *added[:count]]
+    size = next(a.shape[d] for a, d in zip(rows, rows_dims, strict=True) if d is not None)
+    rows = [
+        jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
+        for a, d in zip(rows, rows_dims, strict=True)
+    ]
+    lead = rows[0].shape[:-1]
+    x, *residual = (a.reshape(_product.total_rows(a), a.shape[-1]) for a in rows)
+    ys = bind(x, w, *residual, *added[count:])
+    return [y.reshape(*lead, y.shape[-1]) for y in ys], [0] * results
+
+
+_rules = primitives.Rules(
+    name=OP,
+    result_shapes=_result,
+    reference=_reference,
+    decomposed=_decomposed,
+    two_level=_two_level_form,
+    plan_two_level=_plan_two_level,
+    plan=_plan,
+    canonical=_canonical,
+    attributes=_attributes,
+    batch=_batch,
+    flops=_flops,
+    same_over=lambda params: params.axis_names,
+)
+
+
+def _make(rules: primitives.Rules) -> Any:
+    primitive = primitives.make_primitive(rules)
+    ad.primitive_jvps[primitive] = _jvp
+    ad.primitive_transposes[primitive] = _transpose
+    return primitive
+
+
+_primitive = _make(_rules)
+
+SPEC = OpSpec(
+    name=OP,
+    function=matmul_all_reduce,
+    reference=reference,
+    communication=_communication,
+    product="before",
+    dtypes=_product.DTYPES,
+    gradient=("all_reduce",),
+    tuned=True,
+    # Table 2 of the Flux paper, and what Llama-2 70B and Llama-3 8B have behind attention and MLP.
+    sizes=(
+        *((m, 12288, 49152) for m in (16, 64, 128, 512, 1024, 2048, 4096, 8192)),
+        *((m, 8192, k) for k in (8192, 28672) for m in (64, 128, 512, 2048, 8192)),
+        *((m, 4096, k) for k in (4096, 14336) for m in (2048, 8192)),
+    ),
+)
+SPECS = (SPEC,)

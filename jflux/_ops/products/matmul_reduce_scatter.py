@@ -1,0 +1,604 @@
+"""matmul_reduce_scatter: wrapper, gradients, and how it lowers. Kernels:
+cc/ops/matmul_reduce_scatter."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from ..._call import primitives
+from ..._call.derivatives import Derivatives, differentiate, not_linear, spread
+from ..._call.plans import Arrays, Machine, Plan
+from ..._ranks import global_arrays, meshes
+from ..._ranks.meshes import AxisName
+from ..._ranks.node_levels import Levels
+from .. import _epilogue, _lax, _two_level, _two_level_plan
+from .._collective import Collective, axis
+from .._lax import several
+from .._spec import Layout, OpSpec, all_ops
+from ..collectives import exchange
+from . import _product, _product_plan
+from .all_gather_matmul import GATHERED
+
+OP = "matmul_reduce_scatter"
+
+#: The fewest rows of all ranks for one kernel. With fewer, the product ends before it could hide
+#: any communication.
+FEWEST_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A call, less its operands.
+
+    Attributes:
+      added: which of ("bias", "residual") are added to what is scattered, in this order.
+    """
+
+    axis_names: tuple[Any, ...]
+    world: int
+    scatter_dimension: int
+    transpose_rhs: bool
+    out_dtype: np.dtype
+    precision: Any = None
+    added: tuple[str, ...] = ()
+    prepared: str | None = None
+
+
+@meshes.axis_by_name
+def matmul_reduce_scatter(
+    x: jax.Array | Sequence[jax.Array],
+    w: jax.Array | Sequence[jax.Array],
+    *,
+    axis_name: AxisName,
+    scatter_dimension: int = -2,
+    transpose_rhs: bool = False,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """``psum_scatter(x @ w, axis_name)``, with the reduction hidden in the product.
+
+    Inside ``jax.shard_map``, per rank of N along `axis_name`::
+
+        x [..., m, k/N]   w [k/N, n]   ->   y [..., m/N, n]
+
+    means what :func:`jflux.reference.matmul_reduce_scatter` means. The sum of several products is
+    scattered once: with x and w tuples, it is ``psum_scatter(sum_i x_i @ w_i)`` (attention and MLP
+    side by side in one block). This is the second half of a
+    tensor-parallel layer with sequence-parallel activations (Flux, arXiv 2406.06858, section 3:
+    GEMM + ReduceScatter). Peers' partial products travel in y's type and are summed in float32
+    (float64 for float64) in a fixed order, so that every run gives the same bits: in rank order on
+    the CPU, a rank's own unrounded part first and then the others in rank order on GPUs. There,
+    below 64 rows in all, from 129 to 511 (but for 256 on two ranks), and where a few rows beyond
+    whole tiles of 256 cost more than the scatter, it is XLA's product and
+    :func:`jflux.reduce_scatter`, which are faster; all parts are rounded then, and summed in rank
+    order up to 64 MiB (more than two ranks: 32 MiB), and above in that of `lax.psum_scatter`. With
+    ``jflux.config(always=True)`` it is the kernel.
+
+    `bias` and `residual` are added to what has been scattered, in float32 (float64 for float64). On
+    GPUs the kernel does it, before it rounds y, if the residual is of y's type; else XLA, after it.
+
+    Outside ``shard_map`` it takes global arrays, x [..., m, k] sharded over `axis_name` in its last
+    dimension and w [k, n] in its first, and wraps itself in ``shard_map``.
+
+    Differentiable in both modes, to any order: dx is one :func:`jflux.all_gather_matmul`, which
+    also gathers dy for dw.
+
+    Args:
+      x: [..., m, k/N]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16 (GPU).
+        Other types take the reference.
+        Or a tuple or list of such that differ in k only.
+      w: [k/N, n], or [n, k/N] with `transpose_rhs`; of x's type. As many as x.
+      axis_name: a mesh axis, or a tuple of them (the first one major).
+      scatter_dimension: which of x's leading dimensions to scatter; the second to last by default.
+      transpose_rhs: w holds the transposed weight. No copy is made.
+      bias: [n], the same on all ranks, added once; of any type. Like every operand that ranks
+        share, its gradient is the sum of theirs, which ``check_vma=True`` sees to.
+      residual: [..., m/N, n], this rank's, added to y; of any type.
+      preferred_element_type: the type of y; by default x's.
+      precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
+      mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
+      x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
+        what its type says (explicit sharding), or not at all. The axis is added at the last
+        dimension if it is not there. Operands that are sharded otherwise are brought into place
+        first.
+
+    Returns:
+      y, this rank's rows of the sum over ranks. Differentiated, dy of another type than x's is
+      rounded to it.
+
+    Raises:
+      ValueError, TypeError: operands that do not fit, when the call is traced; also for a scatter
+        dimension that the ranks do not divide, as in `lax.psum_scatter`.
+      NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
+        takes, or that finds no room in the symmetric heap.
+      jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
+
+    Examples:
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "tp")
+      >>> x, w = jnp.ones((64, 128)), jnp.ones((128, 32))
+      >>> jflux.matmul_reduce_scatter(x, w, axis_name="tp", mesh=mesh).shape  # split by rows
+      (64, 32)
+    """
+    xs, ws = several(x), several(w)
+    if len(xs) != len(ws) or not xs:
+        raise ValueError(
+            "jflux.matmul_reduce_scatter: x and w must be equally many, got "
+            f"{len(xs)} and {len(ws)}"
+        )
+    for one, weight in zip(xs, ws, strict=True):
+        dimension = _product.check_operands(OP, one, weight, scatter_dimension, "scatter_dimension")
+        _check_terms(xs[0], ws[0], one, weight, transpose_rhs)
+    if not meshes.is_bound(axis_name):
+        return _over_global_arrays(
+            matmul_reduce_scatter, x, w, bias, residual, mesh=mesh, x_spec=x_spec,
+            axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type, precision=precision,
+        )  # fmt: skip
+    layout = SPEC.layout(xs[0].ndim, scatter_dimension=dimension, transpose_rhs=transpose_rhs)
+    for one, weight in zip(xs, ws, strict=True):
+        _product.check_contraction(OP, one, weight, layout, axis_name, transpose_rhs=transpose_rhs)
+    world = meshes.axis_size(axis_name)
+    if xs[0].shape[dimension] % world != 0:
+        raise ValueError(
+            f"jflux.matmul_reduce_scatter: x has {xs[0].shape[dimension]} rows in its "
+            f"scatter_dimension={dimension}, which the {world} ranks of {axis_name=} do not "
+            f"divide; x has shape {xs[0].shape}"
+        )
+    out = _product.out_dtype(OP, (*xs, *ws), preferred_element_type, precision)
+    if _product.is_for_lax(OP, axis_name, *xs, *ws, bias, residual):
+        return reference(
+            x, w, axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
+            bias=bias, residual=residual, preferred_element_type=preferred_element_type,
+            precision=precision,
+        )  # fmt: skip
+    if bias is not None:  # its gradient is summed over ranks in this type
+        bias = jnp.asarray(bias).astype(_epilogue.sum_dtype(out))
+    given = {"bias": bias, "residual": residual}
+    added = [a for a in given.values() if a is not None]
+    for one, weight in zip(xs, ws, strict=True):
+        _product.warn_if_same(OP, axis_name, "x", one, weight)
+    varying = meshes.vary_together(axis_name, *xs, *ws, *added)
+    count = len(xs)
+    xs, ws, added = tuple(varying[:count]), tuple(varying[count : 2 * count]), varying[2 * count :]
+    params = Params(
+        added=tuple(name for name, a in given.items() if a is not None),
+        axis_names=meshes.as_tuple(axis_name),
+        world=world,
+        scatter_dimension=dimension,
+        transpose_rhs=transpose_rhs,
+        out_dtype=out,
+        precision=precision,
+    )
+    ((shape, _),) = _result_shapes((*xs, *ws, *added), params)
+    _epilogue.check_added(OP, shape, bias, residual)
+    terms = [(x, w) for x, w in zip(xs, ws, strict=True) if 0 not in x.shape and 0 not in w.shape]
+    if not terms:
+        return _epilogue.add(_product.zeros(shape, out, xs[0]), added)
+    xs, ws = zip(*terms, strict=True)
+    (y,) = _primitive.bind(*xs, *ws, *added, params=params)
+    return y
+
+
+def reference(
+    x: jax.Array | Sequence[jax.Array],
+    w: jax.Array | Sequence[jax.Array],
+    *,
+    axis_name: AxisName,
+    scatter_dimension: int = -2,
+    transpose_rhs: bool = False,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """``psum_scatter(x @ w)``: x [..., m, k/N], w [k/N, n] -> [..., m/N, n] per rank of N.
+
+    Arguments, results and the use on global arrays are those of
+    :func:`jflux.matmul_reduce_scatter`; any type that `lax.dot_general` takes will do, and partial
+    products are rounded to y's type before they are summed. Errors are `lax`'s.
+    """
+    if not meshes.is_bound(axis_name):
+        return _over_global_arrays(
+            reference, x, w, bias, residual, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
+            scatter_dimension=scatter_dimension, transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type, precision=precision,
+        )  # fmt: skip
+    xs, ws = several(x), several(w)
+    partial = _lax.sum_of_products(xs, ws, preferred_element_type, precision, transpose_rhs)
+    y = _communication(xs[0].ndim, scatter_dimension).lax(partial, axis_name)
+    return _epilogue.add(y, [a for a in (bias, residual) if a is not None])
+
+
+def _communication(ndim: int, scatter_dimension: int = -2, **_: Any) -> Collective:
+    return Collective("reduce_scatter", split=axis(scatter_dimension, ndim))
+
+
+def _over_global_arrays(
+    op: Any,
+    x: jax.Array | Sequence[jax.Array],
+    w: jax.Array | Sequence[jax.Array],
+    bias: Any,
+    residual: Any,
+    *,
+    mesh: Mesh | AbstractMesh | None,
+    x_spec: PartitionSpec | None,
+    axis_name: AxisName,
+    **options: Any,
+) -> Any:
+    """`op` is the public function or its reference; `options` are the rest of its own."""
+    product = SPEC.layout(several(x)[0].ndim, **options)
+    layout = Layout(
+        {**product.rows, "residual": product.rows["y"]}, {**product.others, "bias": None}
+    )
+    return global_arrays.over_global_arrays(
+        functools.partial(op, axis_name=axis_name, **options), OP,
+        {"x": x, "w": w, "bias": bias, "residual": residual}, layout, results="y",
+        axis_name=axis_name, mesh=mesh, x_spec=x_spec,
+    )  # fmt: skip
+
+
+def _check_terms(x: Any, w: Any, other_x: Any, other_w: Any, transpose_rhs: bool) -> None:
+    """Terms of one sum must agree in everything but k."""
+    n, other_n = (_product.columns(a, transpose_rhs) for a in (w, other_w))
+    if x.shape[:-1] != other_x.shape[:-1] or n != other_n or x.dtype != other_x.dtype:
+        raise ValueError(
+            f"jflux.matmul_reduce_scatter: x {x.shape} {x.dtype} @ w {w.shape} and x "
+            f"{other_x.shape} {other_x.dtype} @ w {other_w.shape} cannot be summed: all but k must "
+            "be equal"
+        )
+
+
+def _forward(operands: Sequence[Any], params: Params) -> Any:
+    xs, ws, _ = _terms(operands, params)
+    (y,) = _primitive.bind(*operands, params=params)
+    return [checkpoint_name(y, _product.PRODUCT)], (list(xs), list(ws))
+
+
+def _tangents(kept: Any, tangents: Sequence[Any], params: Params) -> list[Any]:
+    """One call: the terms of a product's tangent are terms of one sum."""
+    xs, ws = kept
+    dxs, dws, dadded = _terms(tangents, params)
+    terms = [(dx, w) for dx, w in zip(dxs, ws, strict=True) if dx is not None]
+    terms += [(x, dw) for x, dw in zip(xs, dws, strict=True) if dw is not None]
+    given = {n: d for n, d in zip(params.added, dadded, strict=True) if d is not None}
+    if not terms:
+        ((shape, dtype),) = _result_shapes((*xs, *ws, *dadded), params)
+        return [_epilogue.add(_product.zeros(shape, dtype, xs[0]), list(given.values()))]
+    xs, ws = zip(*terms, strict=True)
+    changed = dataclasses.replace(params, added=tuple(given))
+    return _primitive.bind(*xs, *ws, *given.values(), params=changed)
+
+
+def _backward(
+    kept: Any, cotangents: Sequence[Any], wanted: Sequence[Any], params: Params
+) -> list[Any]:
+    (xs, ws), (own_dy,) = kept, cotangents
+    x_types, w_types, added_types = _terms(wanted, params)
+    dadded = [
+        None
+        if a is None
+        else (_epilogue.sum_of_rows(own_dy) if name == "bias" else own_dy).astype(a.dtype)
+        for name, a in zip(params.added, added_types, strict=True)
+    ]
+    like = next(x for x in (*xs, *x_types) if x is not None)
+    multiplied = [w for w, x in zip(ws, x_types, strict=True) if x is not None]
+    gathers = any(w is not None for w in w_types)
+    results = (("y",) if multiplied else ()) + (("gathered",) if gathers else ())
+    if not results:
+        return [*x_types, *w_types, *dadded]
+    found = all_ops()["all_gather_matmul"].call(
+        _lax.rounded(own_dy, like),
+        tuple(multiplied),
+        axis_names=params.axis_names,
+        world=params.world,
+        dimension=params.scatter_dimension,
+        transpose_rhs=not params.transpose_rhs,
+        dtype=like.dtype,
+        precision=params.precision,
+        results=results,
+    )
+    dxs = spread(found[: len(multiplied)], [x is not None for x in x_types])
+    if not gathers:
+        return [*dxs, *w_types, *dadded]
+    dy = checkpoint_name(found[-1], GATHERED)
+    dws = [
+        None
+        if w is None
+        else _lax.weight_gradient(x, dy, params.transpose_rhs, w.dtype, params.precision)
+        for x, w in zip(xs, w_types, strict=True)
+    ]
+    return [*dxs, *dws, *dadded]
+
+
+def _kept(operands: Sequence[Any], params: Params) -> Any:
+    xs, ws, _ = _terms(operands, params)
+    if any(x is None and w is None for x, w in zip(xs, ws, strict=True)):
+        raise not_linear(OP, "it is linear in x and in w, not in both at once")
+    return list(xs), list(ws)
+
+
+def call(
+    xs: tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
+    *,
+    axis_names: tuple[Any, ...],
+    world: int,
+    dimension: int,
+    transpose_rhs: bool,
+    dtype: Any,
+    precision: Any,
+) -> jax.Array:
+    """y, of operands that were checked; for the gradients of other ops."""
+    params = Params(
+        axis_names=axis_names,
+        world=world,
+        scatter_dimension=dimension,
+        transpose_rhs=transpose_rhs,
+        out_dtype=np.dtype(dtype),
+        precision=precision,
+    )
+    (y,) = _primitive.bind(*xs, *ws, params=params)
+    return y
+
+
+def _terms(
+    operands: Sequence[Any], params: Params
+) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """(xs, ws, bias and residual as far as there are) of the primitive's operands."""
+    count = (len(operands) - len(params.added)) // 2
+    return operands[:count], operands[count : 2 * count], operands[2 * count :]
+
+
+def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
+    operands = arrays
+    (x, *_), (w, *_), _ = _terms(operands, params)
+    shape = list(x.shape)
+    shape[params.scatter_dimension] //= params.world
+    return [((*shape[:-1], _product.columns(w, params.transpose_rhs)), params.out_dtype)]
+
+
+def _reference(arrays: Arrays, params: Params) -> list[Any]:
+    operands = arrays
+    xs, ws, added = _terms(operands, params)
+    partial = _lax.sum_of_products(xs, ws, params.out_dtype, params.precision, params.transpose_rhs)
+    y = _communication(partial.ndim, params.scatter_dimension).lax(partial, params.axis_names)
+    return [_epilogue.add(y, added)]
+
+
+def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
+    """Products, and their sum over the ranks, which has a plan of its own."""
+    operands = arrays
+    xs, ws, added = _terms(operands, params)
+    # Several are not put end to end: where rows are few, a copy of w takes longer than the product.
+    dtype = params.out_dtype if len(xs) == 1 else _epilogue.sum_dtype(params.out_dtype)
+    products = [
+        _lax.matmul(x, w, dtype, params.precision, params.transpose_rhs)
+        for x, w in zip(xs, ws, strict=True)
+    ]
+    partial = sum(products[1:], products[0]).astype(params.out_dtype)
+    names, world = params.axis_names, params.world
+    y = exchange.bind("reduce_scatter", partial, names, world, params.scatter_dimension, None)
+    return [_epilogue.add(y, added)]
+
+
+def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Step:
+    """Rows for one node are multiplied, and a rank's are sent."""
+    xs, ws, _ = _terms(arrays, params)
+    ((shape, dtype),) = _result_shapes(arrays, params)
+    rows = _product.total_rows(xs[0]) // levels.count
+    return _two_level_plan.Step(
+        rows=rows,
+        flops=2.0 * rows * sum(x.shape[-1] for x in xs) * shape[-1],
+        nbytes=math.prod(shape) * dtype.itemsize,
+        divided=shape[params.scatter_dimension],
+    )
+
+
+def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
+    """A call over two levels. Each node sums its own products. Then each rank sums the results of
+    the ranks with its place on all nodes."""
+    xs, ws, added = _terms(arrays, params)
+    inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local, added=())
+
+    def call(xs: Sequence[Any], ws: Sequence[Any]) -> Any:
+        (y,) = _primitive.bind(*xs, *ws, params=inside)
+        return y
+
+    total = _two_level.product_travels(
+        xs,
+        ws,
+        call,
+        _communication(xs[0].ndim, params.scatter_dimension),
+        levels,
+        plan.config["chunks"],
+        columns_axis=_product.columns_axis(params.transpose_rhs),
+        wide=_epilogue.sum_dtype(params.out_dtype),
+    )
+    return [_epilogue.add(total, added).astype(params.out_dtype)]
+
+
+def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
+    operands = arrays
+    xs, ws, _ = _terms(operands, params)
+    return _product.why_no_kernel(zip(xs, ws, strict=True), params, platform)
+
+
+def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
+    operands = arrays
+    xs, ws, _ = _terms(operands, params)
+    outer, inner = _product.outer_inner(xs[0].shape, params.scatter_dimension, params.world)
+    return _product_plan.Sizes(
+        op=OP,
+        world=params.world,
+        outer=outer,
+        inner=inner,
+        k=sum(x.shape[-1] for x in xs),
+        n=_product.columns(ws[0], params.transpose_rhs),
+        dtype=xs[0].dtype,
+        out_dtype=params.out_dtype,
+        transpose_rhs=params.transpose_rhs,
+        first_k=xs[0].shape[-1],
+    )
+
+
+def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | None:
+    xs, ws, _ = _terms(arrays, params)
+    sizes = _sizes(arrays, params)
+    if sizes.outer == 1 and sizes.rows == 2 * _product_plan.TILE_ROWS and params.world in (2, 4):
+        return None  # two whole tiles: docs/experiments/0020
+    return _product_plan.why_decomposed(
+        sizes.rows, machine, fewest=FEWEST_ROWS, ranks=params.world, width=sizes.k,
+        alignment=_product_plan.alignment(xs, ws),
+    )  # fmt: skip
+
+
+_plan = _product_plan.plan_rule(
+    sizes=_sizes,
+    unsupported=_unsupported,
+    why_decomposed=_why_decomposed,
+    on_gpus=_product_plan.in_rank_order,
+)
+
+
+def _with_sums_after(*operands: Any, params: Params, prepared: str | None = None) -> list[Any]:
+    """The call as one that adds nothing; that follows it."""
+    xs, ws, added = _terms(operands, params)
+    without = dataclasses.replace(params, added=(), prepared=prepared)
+    (y,) = _primitive.bind(*xs, *ws, params=without)
+    return [_epilogue.add(y, added)]
+
+
+def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
+    operands = arrays
+    xs, ws, added = _terms(operands, params)
+    n = _product.columns(ws[0], params.transpose_rhs)
+
+    def bind(prepared: str, *operands: Any, **changes: Any) -> Any:
+        changed = dataclasses.replace(params, prepared=prepared, **changes)
+        return _primitive.bind(*operands, params=changed)
+
+    residual = dict(zip(params.added, added, strict=True)).get("residual")
+    foreign = residual is not None and residual.dtype != params.out_dtype
+    if added and (not machine.on_gpus or foreign):
+        return functools.partial(_with_sums_after, params=params, prepared=_product.EPILOGUE_AFTER)
+    if len(xs) > _product.most_weights(machine.platform):
+
+        def end_to_end(*operands: Any) -> Any:
+            xs, ws, added = _terms(operands, params)
+            one_term = _lax.end_to_end(xs, ws, params.transpose_rhs)
+            return bind(_product.END_TO_END, *one_term, *added)
+
+        return end_to_end
+    if not machine.on_gpus:
+        return None
+    if not _product_plan.in_units(xs, ws):
+
+        def padded(*operands: Any) -> list[Any]:
+            xs, ws, added = _terms(operands, params)
+            wide = (_product.pad_last(a, 1) for a in added)
+            (y,) = bind(_product.PADDED, *_product.pad_to_units(xs, ws), *wide)
+            return [y[..., :n]]
+
+        return padded
+    sizes = _sizes(operands, params)
+    outer, inner = sizes.outer, sizes.inner
+    if outer == 1 or inner % _product_plan.TILE_ROWS == 0:
+        return None
+
+    # A tile's rows would straddle leading indices: bring the ranks to the front.
+    def rank_major(*operands: Any) -> list[Any]:
+        xs, ws, added = _terms(operands, params)
+        shards = [
+            x.reshape(outer, params.world, inner, -1).swapaxes(0, 1).reshape(-1, x.shape[-1])
+            for x in xs
+        ]
+        rows = [a if a.ndim == 1 else a.reshape(-1, n) for a in added]
+        (y,) = bind(_product.RANK_MAJOR, *shards, *ws, *rows, scatter_dimension=0)
+        return [y.reshape(_result_shapes(operands, params)[0][0])]
+
+    return rank_major
+
+
+def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    operands = arrays
+    return {
+        "adds_bias": "bias" in params.added,
+        "adds_residual": "residual" in params.added,
+        **_product_plan.attributes(_sizes(operands, params), plan),
+    }
+
+
+def _flops(arrays: Arrays, params: Params) -> int:
+    xs, ws, _ = _terms(arrays, params)
+    return sum(_product.flops(x, w, params.transpose_rhs) for x, w in zip(xs, ws, strict=True))
+
+
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
+    if params.added:
+        after = functools.partial(_with_sums_after, params=params)
+        return jax.vmap(after, in_axes=tuple(dims))(*operands), [0]
+
+    def bind(*operands: Any, shift: int = 0) -> Any:
+        moved = dataclasses.replace(params, scatter_dimension=params.scatter_dimension + shift)
+        return primitive.bind(*operands, params=moved)
+
+    (xs, ws, _), (x_dims, w_dims, _) = _terms(operands, params), _terms(dims, params)
+    if all(d is None for d in w_dims) and all(d is not None for d in x_dims):
+        moved = [jnp.moveaxis(x, d, 0) for x, d in zip(xs, x_dims, strict=True)]
+        return bind(*moved, *ws, shift=1), [0]
+    if len(xs) == 1 and x_dims[0] is None:
+        wide, narrow = _product.widen(ws[0], w_dims[0], params.transpose_rhs)
+        (y,) = bind(xs[0], wide)
+        return [narrow(y)], [y.ndim - 1]
+    return _product.batch_one_by_one(bind, operands, dims)
+
+
+_primitive = primitives.make_primitive(
+    primitives.Rules(
+        name=OP,
+        result_shapes=_result_shapes,
+        reference=_reference,
+        decomposed=_decomposed,
+        two_level=_two_level_form,
+        plan_two_level=_two_level_plan.plan_rule(_plan, _step),
+        plan=_plan,
+        canonical=_canonical,
+        attributes=_attributes,
+        batch=_batch,
+        flops=_flops,
+    )
+)
+differentiate(_primitive, Derivatives(_forward, _tangents, _backward, _kept))
+
+SPEC = OpSpec(
+    name=OP,
+    function=matmul_reduce_scatter,
+    reference=reference,
+    communication=_communication,
+    product="before",
+    dimension="scatter_dimension",
+    dtypes=_product.DTYPES,
+    call=call,
+    gradient=("all_gather_matmul",),
+    tuned=True,
+    sizes=((512, 12288, 49152), (8192, 12288, 49152), (2048, 8192, 8192), (2048, 8192, 28672)),
+)
+SPECS = (SPEC,)

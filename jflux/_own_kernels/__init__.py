@@ -1,0 +1,1 @@
+"""Calls of users' own kernels: `jflux.custom_call` and `jflux.symm`."""

@@ -1,0 +1,1 @@
+"""What jflux's commands share."""
