@@ -17,7 +17,7 @@
 // boxes of up to 32 rows. Bytes past the end of a row are zeros.
 //
 //   writes  the send warps of the rank that owns the rows (gather_sender_sm90.cuh)
-//   waits   scheduler warps (Op::WaitForRows) and copies to `gathered`, for the chunk's signal
+//   waits   scheduler warps and copies to `gathered`, for the chunk's signal
 //   order   the copy completes, then the signal is stored with release at system scope
 //   reset   never (core/signal.h)
 #ifndef JFLUX_CORE_K_PANEL_LAYOUT_H_

@@ -75,7 +75,7 @@ struct GemmConfig {
   // the slices that a consumer receives from the other CTAs.
   static constexpr int kSliceBytes = 64 * kSliceN * 4;
   static constexpr int kRemoteSliceBytes = (kClusterK - 1) * kSliceBytes;
-  static constexpr int kSendBoxBytes = 4096;  // for Op::Send
+  static constexpr int kSendBoxBytes = 4096;  // for Exchange::Send
   static constexpr int kSendBoxes = 4;
   static constexpr int kBarrierBytes = 1024;
   static constexpr int kStagingBytesPerConsumer = kLendsStage ? kStripBytes : kStagingBytes;

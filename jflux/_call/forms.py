@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from jax.extend.core import Primitive
 
@@ -172,18 +172,21 @@ class Kernel:
     aliases: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
+R = TypeVar("R", covariant=True)
+
+
 @dataclasses.dataclass(frozen=True)
-class Form:
-    """One way to run an op's calls.
+class Form(Generic[R]):
+    """One way to run calls.
 
     Attributes:
       takes: whether it takes a call, and by which plan.
-      run: the kernel that it calls, or the call in `lax` and by other ops.
+      run: of an op, the kernel that it calls, or the call in `lax` and by other ops.
       words: what it does. The reason of its plans begins with it, where they have none.
     """
 
     takes: Takes
-    run: Kernel | Run
+    run: R
     words: str = ""
 
 
@@ -210,7 +213,7 @@ class Op:
     name: str
     result_shapes: ShapesRule
     reference: Reference
-    forms: tuple[Form, ...]
+    forms: tuple[Form[Kernel | Run], ...]
     batch: BatchRule
     flops: FlopsRule = no_products
     same_over: Callable[[Any], tuple[Any, ...]] = lambda params: ()
@@ -229,7 +232,7 @@ class Op:
         return choose(self.forms, Call(arrays, params, levels), machine)[0]
 
 
-def choose(forms: Sequence[Form], call: Call, machine: Machine) -> tuple[Plan, Form | None]:
+def choose(forms: Sequence[Form[R]], call: Call, machine: Machine) -> tuple[Plan, Form[R] | None]:
     """The plan of a call, and its form; None is the reference."""
     why = WhyNot("it has no other form")
     for form in forms:
@@ -264,7 +267,7 @@ def kernel(
     takes: Takes,
     attributes: AttributesRule,
     **options: Any,
-) -> Form:
+) -> Form[Kernel | Run]:
     """The form of an op that is one kernel.
 
     Args:
@@ -273,7 +276,7 @@ def kernel(
     return Form(inside_nodes(takes), Kernel(attributes, **options))
 
 
-def decomposed(run: Run, words: str = "") -> Form:
+def decomposed(run: Run, words: str = "") -> Form[Kernel | Run]:
     """The form that takes all that forms before it do not: `run`, by other ops."""
     return Form(lambda call, machine: plans.decomposed(""), run, words)
 

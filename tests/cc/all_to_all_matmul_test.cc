@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "all_to_all_matmul_call.h"
+#include "expect_right.h"
 #include "plans.h"
 #include "rank_errors.h"
 #include "testing.h"
@@ -26,46 +27,24 @@ const Shape kShapes[] = {
     {3, 7, 4, 5, {50, 8, 4}},        // outer > 1: a tile has rows of several outer indices
     {2, 16, 5, 17, {64, 32, 16}},
 };
-const struct {
-  DType in, out;
-} kDtypes[] = {{DType::kF32, DType::kF32},   {DType::kF64, DType::kF64},
-               {DType::kBF16, DType::kBF16}, {DType::kBF16, DType::kF32},
-               {DType::kF16, DType::kF16},   {DType::kF32, DType::kBF16}};
 
-void Check(int world, uint64_t first_epoch, int calls_each, int max_delay_us) {
+void Check(int world, const RunOptions& options) {
   uint32_t seed = 100 * world;
   for (const Shape& s : kShapes) {
-    for (const auto& dtypes : kDtypes) {
+    for (const auto& [in, out] : kProductTypes) {
       for (int way = 0; way < 4; ++way) {
         ++seed;
-        const auto p = ParamsOf(Rows{world, s.outer, s.inner}, s.k, s.n, dtypes.in, dtypes.out, way,
+        const auto p = ParamsOf(Rows{world, s.outer, s.inner}, s.k, s.n, in, out, way,
                                 seed % 3 == 0, seed % 2 == 0);
-        std::vector<std::unique_ptr<Call>> calls;
-        for (int i = 0; i < calls_each; ++i) {
-          calls.push_back(std::make_unique<AllToAllMatmulCall>(p, s.tiling, seed * 16 + i));
-        }
-        RunOptions options;
-        options.first_epoch = first_epoch;
-        options.max_delay_us = max_delay_us;
-        options.seed = seed;
-        RunAndCheck(calls, world, options,
-                    "world " + std::to_string(world) + " shape " + std::to_string(&s - kShapes) +
-                        " dtypes " + std::to_string(&dtypes - kDtypes) + " way " +
-                        std::to_string(way));
+        ExpectRight(world, options, seed, [&](uint32_t call_seed) {
+          return std::make_unique<AllToAllMatmulCall>(p, s.tiling, call_seed);
+        });
       }
     }
   }
 }
 
-TEST(EqualsItsDefinition) {
-  for (int world = 1; world <= kMaxRanks; ++world) Check(world, 1, 3, 200);
-}
-
-TEST(WithoutDelays) {
-  for (int world : {2, 4, 7}) Check(world, 1, 5, 0);
-}
-
-TEST(AcrossTheWrapOfEpochs) { Check(3, 0xfffffffd, 6, 100); }
+TEST(EqualsItsDefinition) { OnEverySchedule(Check); }
 
 AllToAllMatmulParams Small(const Rows& rows) {
   return ParamsOf(rows, 8, 8, DType::kF32, DType::kF32, /*way=*/1, false, false);

@@ -10,6 +10,7 @@
 
 #include "all_to_all_matmul_call.h"
 #include "core/numbers.h"
+#include "expect_right.h"
 #include "gpu/gemm_config.h"
 #include "testing.h"
 
@@ -288,22 +289,18 @@ TEST(TheKernelsScheduleComputesIt) {
       {1, 20, 72, 5, {4, 1, 2}},   // several k-panels in a chunk
       {1, 50, 136, 2, {4, 2, 1}}, {2, 128, 72, 3, {4, 1, 2}},  // outer rows
   };
+  RunOptions options;
+  options.max_delay_us = 100;
   for (int world = 1; world <= kMaxRanks; ++world) {
     for (const auto& s : shapes) {
       for (int way = 0; way < 4; ++way) {
         // Sums of 8 * 136 such products stay below 256: 6 standard deviations.
         const auto p = ParamsOf(Rows{world, s.outer, s.inner}, s.k, s.n, DType::kBF16, DType::kBF16,
                                 way, way % 2 == 0, false);
-        std::vector<std::unique_ptr<Call>> calls;
-        for (int i = 0; i < 3; ++i) {
-          calls.push_back(std::make_unique<ScheduledCall>(p, s.choice, world * 100 + way * 10 + i));
-        }
-        RunOptions options;
-        options.max_delay_us = 100;
-        options.seed = world;
-        RunAndCheck(calls, world, options,
-                    "world " + std::to_string(world) + " shape " + std::to_string(&s - shapes) +
-                        " way " + std::to_string(way));
+        const auto seed = static_cast<uint32_t>(100 * world + 10 * (&s - shapes) + way);
+        ExpectRight(world, options, seed, [&](uint32_t call_seed) {
+          return std::make_unique<ScheduledCall>(p, s.choice, call_seed);
+        });
       }
     }
   }

@@ -56,7 +56,7 @@ bool SetGroupedArgs(const GroupedMatmulParams& p, const GemmChoice& choice,
   if (!encode_result(&args->y, y)) return false;
   for (int i = 0; i < p.Weights(); ++i) {
     args->sums_data[i] = sums[i];
-    // Boxes of the shape in which LoadB (gpu/load_rhs_sm90.cuh) loads w.
+    // Boxes of the shape in which LoadB (gpu/gemm_operands_sm90.cuh) loads w.
     const int share = p.gated ? 2 : choice.cluster_m, block = BlockElements(p.dtype);
     const bool encoded =
         p.transpose_rhs

@@ -247,7 +247,7 @@ _primitive = make_primitive(_op)
 
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
     """Derivatives by those of the two steps. First gradients in reverse mode do not come here,
-    since _split_sequence.py defines both passes."""
+    since _passes.py defines both passes."""
     return derivatives.jvp_of_moved(lambda *arrays: _decomposed(arrays, params), primals, tangents)
 
 

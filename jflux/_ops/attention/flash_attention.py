@@ -342,7 +342,7 @@ _forward, _backward = make_primitive(_FORWARD), make_primitive(_BACKWARD)
 
 def _differentiate_reference(primitive: Primitive, op: Op) -> None:
     """Derivatives by those of _blockwise.py. First gradients in reverse mode do not come here, as
-    _split_sequence.py defines both passes."""
+    _passes.py defines both passes."""
 
     def jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
         def f(*arrays: jax.Array) -> list[jax.Array]:
