@@ -193,13 +193,9 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllGatherMatmulOp;
-const Op kAllGatherMatmulOp = {kAllGatherMatmulId,
-                               "all_gather_matmul",
-                               kCpu,
-                               JFLUX_IF_CUDA(kCuda),
-                               kCpuFormats,
-                               kAllGatherMatmulFormats,
-                               PlanAllGatherMatmul,
-                               /*most_splits=*/kGatherSplits};
+const Op kAllGatherMatmulOp = {
+    kAllGatherMatmulId,           "all_gather_matmul", kCpu, JFLUX_IF_CUDA(kCuda), kCpuFormats,
+    kAllGatherMatmulFormats,      PlanAllGatherMatmul,
+    /*most_splits=*/kGatherSplits};
 
 }  // namespace jflux

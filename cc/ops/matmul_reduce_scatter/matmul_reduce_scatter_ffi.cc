@@ -172,13 +172,9 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 
 // Listed in cc/ops/registry.cc.
 extern const Op kMatmulReduceScatterOp;
-const Op kMatmulReduceScatterOp = {kMatmulReduceScatterId,
-                                   "matmul_reduce_scatter",
-                                   kCpu,
-                                   JFLUX_IF_CUDA(kCuda),
-                                   kCpuFormats,
-                                   kMatmulReduceScatterFormats,
-                                   PlanMatmulReduceScatter,
-                                   /*most_splits=*/kReduceSplits};
+const Op kMatmulReduceScatterOp = {
+    kMatmulReduceScatterId,       "matmul_reduce_scatter", kCpu, JFLUX_IF_CUDA(kCuda), kCpuFormats,
+    kMatmulReduceScatterFormats,  PlanMatmulReduceScatter,
+    /*most_splits=*/kReduceSplits};
 
 }  // namespace jflux
