@@ -52,7 +52,7 @@ __device__ __forceinline__ void CopyRows(uint32_t to, uint32_t table, int rows, 
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const bool reads = row[j] != nullptr && is_inside;
-      ptx::CopyAsync16((j % 2 == 0 ? even : odd) + (i + j) * 4 * kBlockBytes,
+      ptx::CopyAsync16((j % 2 == 0 ? even : odd) + (i + j) * (4 * kBlockBytes),
                        reads ? row[j] + offset : any, reads ? kVectorBytes : 0);
     }
   }
