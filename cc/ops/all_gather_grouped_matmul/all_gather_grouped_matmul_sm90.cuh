@@ -231,11 +231,7 @@ struct AllGatherGroupedMatmulSm90 : GroupedMatmulSm90<Config_> {
   }
 };
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    AllGatherGroupedMatmulKernel(const __grid_constant__ AllGatherGroupedMatmulArgs args) {
-  RunGemm<AllGatherGroupedMatmulSm90<Config>>(args);
-}
+JFLUX_GEMM_KERNEL(AllGatherGroupedMatmul);
 
 }  // namespace jflux
 
