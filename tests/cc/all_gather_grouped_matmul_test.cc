@@ -46,17 +46,8 @@ void Check(int world, uint64_t first_epoch, int calls_each, int max_delay_us) {
             p, s.chunk_bytes, static_cast<Routed>(i % 4), seed * 16 + i, /*own=*/seed % 2 == 1));
       }
       PlainHeap heap(world, calls[0]->Workspace(), first_epoch);
-      RunOptions options;
-      options.first_epoch = first_epoch;
-      options.max_delay_us = max_delay_us;
-      options.seed = seed;
-      const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-      EXPECT(error.empty()) << error;
-      for (const auto& call : calls) {
-        EXPECT_EQ(call->Wrong(), 0)
-            << "world " << world << " tokens " << s.tokens << " parts " << p.parts << " dtype "
-            << dtypes.in << " call " << &call - &calls[0];
-      }
+      RunAndCheck(calls, heap, {first_epoch, max_delay_us, seed},
+                  Text("tokens ", s.tokens, " parts ", p.parts, " dtype ", dtypes.in));
     }
   }
 }

@@ -9,6 +9,7 @@
 #include "ops/all_reduce/all_reduce_body.h"
 #include "ops/all_reduce/butterfly_body.h"
 #include "plans.h"
+#include "rank_errors.h"
 #include "testing.h"
 
 namespace jflux {
@@ -44,17 +45,9 @@ void Check(int world, uint64_t first_epoch, int calls_each, int max_delay_us) {
           calls.push_back(std::make_unique<AllReduceCall>(p, seed * 16 + i));
         }
         PlainHeap heap = HeapFor(p, first_epoch);
-        RunOptions options;
-        options.first_epoch = first_epoch;
-        options.max_delay_us = max_delay_us;
-        options.seed = seed;
-        const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-        EXPECT(error.empty()) << error;
-        for (const auto& call : calls) {
-          EXPECT_EQ(call->Wrong(), 0)
-              << "world " << world << " count " << count << " algorithm "
-              << static_cast<int>(algorithm) << " dtype " << dtype << " call " << &call - &calls[0];
-        }
+        RunAndCheck(
+            calls, heap, {first_epoch, max_delay_us, seed},
+            Text("count ", count, " algorithm ", static_cast<int>(algorithm), " dtype ", dtype));
       }
     }
   }

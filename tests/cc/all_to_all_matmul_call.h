@@ -100,17 +100,6 @@ inline AllToAllMatmulParams ParamsOf(const Rows& rows, int64_t k, int64_t n, DTy
           gathered};
 }
 
-// Runs the calls on all ranks, and expects the results of the definition.
-inline void RunAndCheck(const std::vector<std::unique_ptr<Call>>& calls, int world,
-                        const RunOptions& options, const std::string& what) {
-  PlainHeap heap(world, calls[0]->Workspace(), options.first_epoch);
-  const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-  EXPECT(error.empty()) << what << ": " << error;
-  for (size_t i = 0; i < calls.size(); ++i) {
-    EXPECT_EQ(calls[i]->Wrong(), 0) << what << " call " << i;
-  }
-}
-
 inline const bool kRandomAllToAllMatmul =
     AddRandomCall([](const RandomProduct& p) -> std::unique_ptr<Call> {
       return std::make_unique<AllToAllMatmulCall>(

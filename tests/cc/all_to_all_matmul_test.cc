@@ -44,14 +44,9 @@ void Check(int world, uint64_t first_epoch, int calls_each, int max_delay_us) {
         for (int i = 0; i < calls_each; ++i) {
           calls.push_back(std::make_unique<AllToAllMatmulCall>(p, s.tiling, seed * 16 + i));
         }
-        RunOptions options;
-        options.first_epoch = first_epoch;
-        options.max_delay_us = max_delay_us;
-        options.seed = seed;
-        RunAndCheck(calls, world, options,
-                    "world " + std::to_string(world) + " shape " + std::to_string(&s - kShapes) +
-                        " dtypes " + std::to_string(&dtypes - kDtypes) + " way " +
-                        std::to_string(way));
+        PlainHeap heap(world, calls[0]->Workspace(), first_epoch);
+        RunAndCheck(calls, heap, {first_epoch, max_delay_us, seed},
+                    Text("shape ", &s - kShapes, " dtypes ", &dtypes - kDtypes, " way ", way));
       }
     }
   }

@@ -34,16 +34,6 @@ PlainHeap HeapFor(const ExchangeParams& p, uint64_t first_epoch = 1) {
   return PlainHeap(p.world, p.Workspace(), first_epoch);
 }
 
-template <typename C>
-void RunAndCheck(const std::vector<std::unique_ptr<C>>& calls, PlainHeap& heap,
-                 const RunOptions& options) {
-  const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-  EXPECT(error.empty()) << error;
-  for (const auto& call : calls) {
-    EXPECT_EQ(call->Wrong(), 0) << "world " << heap.world() << " call " << &call - &calls[0];
-  }
-}
-
 void Check(int world, const RunOptions& options) {
   for (bool chunked : {false, true}) {
     std::vector<std::unique_ptr<ExchangeCall>> calls;

@@ -51,17 +51,9 @@ void Check(int world, uint64_t first_epoch, int calls_each, int max_delay_us) {
           calls.push_back(std::make_unique<MatmulAllToAllCall>(p, s.tiling, seed * 16 + i));
         }
         PlainHeap heap(world, calls[0]->Workspace(), first_epoch);
-        RunOptions options;
-        options.first_epoch = first_epoch;
-        options.max_delay_us = max_delay_us;
-        options.seed = seed;
-        const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-        EXPECT(error.empty()) << error;
-        for (const auto& call : calls) {
-          EXPECT_EQ(call->Wrong(), 0)
-              << "world " << world << " outer " << s.outer << " inner " << s.inner << " n " << s.n
-              << " dtype " << dtypes.in << " way " << way << " call " << &call - &calls[0];
-        }
+        RunAndCheck(calls, heap, {first_epoch, max_delay_us, seed},
+                    Text("outer ", s.outer, " inner ", s.inner, " n ", s.n, " dtype ", dtypes.in,
+                         " way ", way));
       }
     }
   }

@@ -7,6 +7,7 @@
 
 #include "moe_dispatch_call.h"
 #include "plans.h"
+#include "rank_errors.h"
 #include "testing.h"
 
 namespace jflux {
@@ -116,8 +117,7 @@ TEST(FewerPartsTakeLessOfTheHeap) {
         std::array<int64_t, 3>{1, 1, least}}) {
     Fields fields = call, plan;
     fields["most_parts"] = most;
-    std::string why_not;
-    EXPECT(op.plan(fields, Machine{132}, &plan, &why_not)) << why_not;
+    plan = PlanOf(op, fields, Machine{132});
     EXPECT_EQ(plan["parts"], parts);
     EXPECT_EQ(plan["workspace_bytes"], bytes);
   }
@@ -132,11 +132,7 @@ template <typename C>
 void RunAndCheck(const std::vector<std::unique_ptr<C>>& calls, int world, WorkspaceLayout layout,
                  const RunOptions& options) {
   PlainHeap heap(world, layout, options.first_epoch);
-  const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-  EXPECT(error.empty()) << error;
-  for (const auto& call : calls) {
-    EXPECT_EQ(call->Wrong(), 0) << "world " << world << " call " << &call - &calls[0];
-  }
+  RunAndCheck(calls, heap, options);
 }
 
 // Calls of both ops, of many sizes, on one workspace.
