@@ -1,5 +1,5 @@
 // Shared-memory buffers through which one lane copies staged boxes from a workspace to y: bulk
-// loads in, TMA stores out. They use the memory that Op::Send uses in other ops.
+// loads in, TMA stores out. They use the memory that Send uses in other ops.
 #ifndef JFLUX_GPU_BOX_BUFFERS_CUH_
 #define JFLUX_GPU_BOX_BUFFERS_CUH_
 

@@ -74,18 +74,11 @@ __device__ __forceinline__ void AwaitSignals(const CallContext& call, const Sign
   }
 }
 
-// Whether tiles' rows are summed, by send warps and by consumers after their tiles.
-template <typename Op>
-constexpr bool SumsRows() {
-  if constexpr (Op::kGroups) return Op::kSumsRows;
-  return false;
-}
-
 // Called by one lane of each warp that takes work from counters (in each CTA the scheduler warp and
 // the send warp), when it has taken its last. All have read the epoch before. The last caller
-// resets the counters and publishes the epoch.
-template <typename Op>
-__device__ __forceinline__ void LeaveCounters(const typename Op::Args& args) {
+// resets the counters, with reset(header) those of the op, and publishes the epoch.
+template <typename Args, typename Reset>
+__device__ __forceinline__ void LeaveCounters(const Args& args, Reset&& reset) {
   auto* header = args.view.template At<WorkspaceHeader>(args.view.rank, 0);
   __threadfence();
   if (atomicAdd(&header->exited, 1) != 2 * gridDim.x - 1) return;
@@ -93,11 +86,14 @@ __device__ __forceinline__ void LeaveCounters(const typename Op::Args& args) {
   header->next_copy = 0;
   header->senders = 0;
   header->next_tile = 0;
-  if constexpr (SumsRows<Op>()) {
-    for (int32_t c = 0; c < kMostTileClasses; ++c) header->tiles_stored[c] = 0;
-  }
+  reset(header);
   header->exited = 0;
   header->epoch_and_id = EpochWord(NextEpoch(EpochOfWord(header->epoch_and_id)));
+}
+
+template <typename Args>
+__device__ __forceinline__ void LeaveCounters(const Args& args) {
+  LeaveCounters(args, [](WorkspaceHeader*) {});
 }
 
 // The next chunk to send or peer's tile to receive, and the next chunk to copy to `gathered`.

@@ -4,12 +4,10 @@
 
 #include <algorithm>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "ops/all_to_all_matmul/all_to_all_matmul.h"
 #include "ranks.h"
-#include "testing.h"
 
 namespace jflux {
 

@@ -1,26 +1,13 @@
-// What ranks must compute, and report if one of them is absent or makes another call (ranks.h).
+// What ranks must report if one of them is absent, or makes another call, for tests (ranks.h).
 #ifndef JFLUX_TESTS_CC_RANK_ERRORS_H_
 #define JFLUX_TESTS_CC_RANK_ERRORS_H_
 
-#include <memory>
 #include <string>
-#include <vector>
 
 #include "ranks.h"
 #include "testing.h"
 
 namespace jflux {
-
-// Runs the calls on all ranks, and expects the results of the definition.
-template <typename C>
-void RunAndCheck(const std::vector<std::unique_ptr<C>>& calls, PlainHeap& heap,
-                 const RunOptions& options, const std::string& what = "") {
-  const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-  EXPECT(error.empty()) << what << ": " << error;
-  for (size_t i = 0; i < calls.size(); ++i) {
-    EXPECT_EQ(calls[i]->Wrong(), 0) << "world " << heap.world() << " call " << i << " " << what;
-  }
-}
 
 // The errors of all other ranks name the op, the rank and the absent one.
 inline void ExpectAbsentRankIsNamed(const std::string& op, AnyCall& call, PlainHeap heap,

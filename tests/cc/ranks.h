@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/layout.h"
 #include "core/packet.h"
 #include "core/rows.h"
@@ -184,9 +184,9 @@ struct RunOptions {
   // next call.
   bool poison = true;
   double deadline_s = 60;
-  double deadline_of_rank_0_s = 0;                              // 0: as the other ranks'
-  int absent = -1;                                              // this rank never calls
-  std::function<void(int rank, size_t call)> before = nullptr;  // before each call, if set
+  double deadline_of_rank_0_s = 0;                    // 0: as the other ranks'
+  int absent = -1;                                    // this rank never calls
+  std::function<void(int rank, size_t call)> before;  // before each call, if set
 };
 
 // Runs the calls in order on all ranks. Returns one error per rank, empty on success.

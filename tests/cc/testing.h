@@ -42,13 +42,6 @@ void Print(std::ostream& text, const T& v) {
   }
 }
 
-template <typename... Values>
-std::string Text(const Values&... values) {
-  std::ostringstream text;
-  (Print(text, values), ...);
-  return text.str();
-}
-
 // A failed expectation. Text streamed into it explains the failure. The destructor prints it.
 class Failure {
  public:

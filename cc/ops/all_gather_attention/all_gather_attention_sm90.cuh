@@ -161,7 +161,6 @@ template <typename Shape_>
 struct AllGatherAttentionSm90 {
   using Shape = Shape_;
   using Args = AllGatherAttentionArgs;
-  static constexpr bool kGroups = false;  // of LeaveCounters
 
   static __device__ __forceinline__ void Send(const Args& args, const CallContext& call,
                                               const GatherSmem<Shape>& smem) {
@@ -196,7 +195,7 @@ struct AllGatherAttentionSm90 {
     }
     __syncwarp();
     if (leads) {
-      LeaveCounters<AllGatherAttentionSm90>(args);
+      LeaveCounters(args);
       TrapIfFaulted(args.view, call.wait);
       LeaveWorkspace(args.view);
     }

@@ -162,8 +162,12 @@ struct CallOnCuda : Call {
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllGatherGroupedMatmulOp;
-const Op kAllGatherGroupedMatmulOp = {kAllGatherGroupedMatmulId, "all_gather_grouped_matmul",
-                                      OnCpu<CallOnCpu>, JFLUX_IF_CUDA(OnCuda<CallOnCuda>),
+const Op kAllGatherGroupedMatmulOp = {kAllGatherGroupedMatmulId,
+                                      "all_gather_grouped_matmul",
+                                      OnCpu<CallOnCpu>,
+                                      JFLUX_IF_CUDA(OnCuda<CallOnCuda>),
+                                      kCpuFormats,
+                                      kGroupedFormats,
                                       PlanAllGatherGroupedMatmul};
 
 }  // namespace jflux

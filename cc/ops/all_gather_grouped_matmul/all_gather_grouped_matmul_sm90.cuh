@@ -81,26 +81,41 @@ __device__ __forceinline__ SpanTable<Config> SpansOf(const AllGatherGroupedMatmu
                            args.order.Segments());
 }
 
-template <typename Config>
-__device__ __forceinline__ uint32_t RowTableAt(const GemmSmem<Config>& smem, int i) {
-  return smem.base + Config::kSmemBytes - (Config::kRowTables - i) * kRowTableBytes<Config>;
-}
-
 // What a scheduler warp knows of the tiles. All functions are called by a full warp.
 template <typename Config>
-class GatheredGroups : public ClassedGroups<Config, GatheredTiles> {
+class GatheredGroups : public ClassedGroups<Config, GatheredTiles>, public Counted {
  public:
   using Args = AllGatherGroupedMatmulArgs;
 
   __device__ GatheredGroups(const Args& args, const GemmSmem<Config>& smem, bool leads)
       : ClassedGroups<Config, GatheredTiles>(args.order, SpansOf(args, smem), args.groups.groups,
-                                             leads),
-        smem_(smem) {}
+                                             leads) {}
   __device__ Tile At(const Args&, int32_t t) const { return this->TileOf(t, this->group()); }
+  static __device__ void MakeTable(const Args& args, const GemmSmem<Config>& smem, uint32_t cta) {
+    if (cta == 0) SpansOf(args, smem).Make(args, /*leads=*/true);
+  }
+};
 
+// A tile's rows, as a scheduler warp waits for them.
+template <typename Config, typename Coords>
+class GatheredRows {
+ public:
+  using Args = AllGatherGroupedMatmulArgs;
+
+  __device__ GatheredRows(const Args&, const GemmSmem<Config>& smem) : smem_(smem) {}
+
+  template <typename Arrived>
+  __device__ void Await(const Args& args, const CallContext& call, int32_t, Tile,
+                        const Coords& coords, int k_blocks, Arrived&& set_arrived) {
+    WaitForTokens(args, call, coords.row, coords.end);
+    set_arrived(k_blocks);
+  }
+
+ private:
   // Writes the addresses of rows [row, end) of a CTA's tile, and waits for the tokens. Each chunk
   // is looked at once: those before `arrived_` have arrived.
-  __device__ void WaitForRows(const Args& args, const CallContext& call, int32_t row, int32_t end) {
+  __device__ void WaitForTokens(const Args& args, const CallContext& call, int32_t row,
+                                int32_t end) {
     const int lane = threadIdx.x % 32;
     const uint32_t table = RowTableAt(smem_, table_);
     table_ ^= 1;
@@ -140,7 +155,6 @@ class GatheredGroups : public ClassedGroups<Config, GatheredTiles> {
     }
   }
 
- private:
   GemmSmem<Config> smem_;
   int table_ = 0;
   int32_t arrived_ = 0;  // lane i: chunks of rank i that are known to have arrived
@@ -179,56 +193,44 @@ struct AllGatherGroupedMatmulSm90 : GroupedMatmulSm90<Config_> {
   using Args = AllGatherGroupedMatmulArgs;
   using Base = GroupedMatmulSm90<Config>;
   using Coords = typename Base::Coords;
-  static constexpr bool kLocal = false, kGathersRows = true, kWaitsForRows = true;
 
-  struct Groups : GatheredGroups<Config> {
-    using GatheredGroups<Config>::GatheredGroups;
-    __device__ Coords CoordsOf(const Args& args, int32_t row_block, Tile tile) const {
-      return Coords{Base::FirstColumnOf(args, tile), this->group(), Base::RowOf(row_block),
-                    tile.split};
+  using Schedule = GatheredGroups<Config>;
+
+  struct Operands : Base::template StackOperands<RowsOfA> {
+    // The rows of an m64 block past the group's end are not stored, whatever they are.
+    static __device__ RowExtent RowsOf(const Args& args, const Coords& coords) {
+      return RowExtent{coords.end - coords.row > 64 ? 128 : 64, args.layout.row_bytes};
     }
-    __device__ void WaitForRows(const Args& args, const CallContext& call, const Coords& coords) {
-      GatheredGroups<Config>::WaitForRows(args, call, coords.row, coords.end);
+    static __device__ const char* AnyRow(const Args& args) { return args.x_data; }
+    static __device__ void PrefetchMaps(const Args& args) { ptx::PrefetchTensorMap(&args.w[0]); }
+  };
+
+  struct Exchange : PeerExchange {
+    using Rows = GatheredRows<Config, Coords>;
+    static __device__ void Send(const Args& args, const CallContext& call,
+                                const GemmSmem<Config>& smem) {
+      SendBuffers<GemmSmem<Config>> buffers{smem};
+      if (args.view.world > 1 && MaySend(args)) {
+        SendChunks<TokenSender<Config>>(args, call, buffers);
+      }
+      if (blockIdx.x == 0) CheckOffsets(args);
+      const int64_t rows = args.groups.rows;
+      const int64_t end =
+          Max<int64_t>(0, Min<int64_t>(rows, __ldg(args.offsets + args.groups.groups)));
+      const int64_t row_bytes = int64_t{args.n} * (args.out_f32 ? 4 : 2);
+      const auto fill = [&](void* data) {
+        if (data != nullptr) ZeroFill(data, end * row_bytes, rows * row_bytes);
+      };
+      fill(args.y_data);
+      fill(args.sums_data[0]);
+      fill(args.sums_data[1]);
+      for (int step = 1; blockIdx.x == 0 && step < args.view.world; ++step) {
+        const int src = (args.view.rank + step) % args.view.world;
+        AwaitSignals(call, ChunkSignal(args, call, args.view.rank, src, 0), src, 0,
+                     args.layout.chunks);
+      }
     }
   };
-  static __device__ void MakeTable(const Args& args, const GemmSmem<Config>& smem) {
-    SpansOf(args, smem).Make(args, /*leads=*/true);
-  }
-  static __device__ uint32_t RowTable(const GemmSmem<Config>& smem, int i) {
-    return RowTableAt(smem, i);
-  }
-  // The rows of an m64 block past the group's end are not stored, whatever they are.
-  static __device__ int RowsToLoad(const Coords& coords) {
-    return coords.end - coords.row > 64 ? 128 : 64;
-  }
-  static __device__ int64_t RowBytes(const Args& args) { return args.layout.row_bytes; }
-  static __device__ const char* AnyRow(const Args& args) { return args.x_data; }
-
-  static __device__ void PrefetchMaps(const Args& args) { ptx::PrefetchTensorMap(&args.w[0]); }
-
-  static __device__ void Send(const Args& args, const CallContext& call,
-                              const GemmSmem<Config>& smem) {
-    SendBuffers<GemmSmem<Config>> buffers{smem};
-    if (args.view.world > 1 && MaySend(args)) {
-      SendChunks<TokenSender<Config>>(args, call, buffers);
-    }
-    if (blockIdx.x == 0) CheckOffsets(args);
-    const int64_t rows = args.groups.rows;
-    const int64_t end =
-        Max<int64_t>(0, Min<int64_t>(rows, __ldg(args.offsets + args.groups.groups)));
-    const int64_t row_bytes = int64_t{args.n} * (args.out_f32 ? 4 : 2);
-    const auto fill = [&](void* data) {
-      if (data != nullptr) ZeroFill(data, end * row_bytes, rows * row_bytes);
-    };
-    fill(args.y_data);
-    fill(args.sums_data[0]);
-    fill(args.sums_data[1]);
-    for (int step = 1; blockIdx.x == 0 && step < args.view.world; ++step) {
-      const int src = (args.view.rank + step) % args.view.world;
-      AwaitSignals(call, ChunkSignal(args, call, args.view.rank, src, 0), src, 0,
-                   args.layout.chunks);
-    }
-  }
 };
 
 JFLUX_GEMM_KERNEL(AllGatherGroupedMatmul);

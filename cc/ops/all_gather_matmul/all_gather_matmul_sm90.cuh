@@ -30,10 +30,6 @@ struct AllGatherMatmulSm90 {
   using Config = Config_;
   using Args = AllGatherMatmulArgs;
   using T = typename Config::T;
-  static constexpr bool kLocal = false, kGroups = false, kGathersRows = false, kStackedRhs = false,
-                        kRaggedK = false;
-
-  static __device__ Tile TileAt(const Args& args, int32_t t) { return args.order.At(t); }
 
   // Virtual rows [first, last) of a row block.
   struct Span {
@@ -62,248 +58,257 @@ struct AllGatherMatmulSm90 {
     while (i + 1 < args.weights && tile.n >= args.first_tile[i + 1]) ++i;
     return Columns{i, FirstColumn<Config>(Tile{0, tile.n - args.first_tile[i], tile.split})};
   }
-  static __device__ int TermsOf(const Args&) { return 1; }
-  static __device__ KRange KOf(const Args& args, Tile tile, int) {
-    return SplitOfK<Config>(args.k, tile.split);
-  }
-  // Operand coordinates: the column and its weight; the row in x, or in the workspace.
-  struct alignas(16) Coords {
-    int32_t n0, weight, row, k_panel_rows;  // rows from one k-panel to the next in the workspace;
-                                            // 0: x
-  };
-  static __device__ Coords CoordsOf(const Args& args, int32_t row_block, Tile tile) {
-    const Columns c = ColumnsOf(args, Tile{0, tile.n});
-    const Span s = SpanOf(args, row_block);
-    const bool is_local = s.first < s.last && IsLocal(args, s);
-    const int64_t row =
-        is_local ? s.first - args.view.rank * args.rows.PerRank() : args.layout.RowOf(row_block, 0);
-    return Coords{static_cast<int32_t>(c.n0), c.weight, static_cast<int32_t>(row),
-                  is_local ? 0 : args.layout.k_panel_rows};
-  }
-  static __device__ Rhs RhsOf(const Args& args, const Coords& coords, int) {
-    return Rhs{&args.w[coords.weight], coords.n0,
-               Config::kTwoWeights && args.gated ? &args.w[1] : nullptr};
-  }
-
-  // Safe: tiles wait for send warps only, never for another tile.
-  static constexpr bool kStaticFirstTile = true;
-  static __device__ Tile FirstTile(const Args& args, int32_t cluster) {
-    return Tile{args.first[cluster].m, args.first[cluster].n};
-  }
-
-  static __device__ void PrefetchMaps(const Args& args) {
-    ptx::PrefetchTensorMap(&args.w[0]);
-    ptx::PrefetchTensorMap(&args.x);
-    ptx::PrefetchTensorMap(&args.workspace_maps[0]);
-    ptx::PrefetchTensorMap(&args.workspace_maps[1]);
-  }
-
-  // The lanes poll 32 k-panels at a time. Lane 0 waits for the first missing one.
-  static constexpr bool kWaitsForRows = true;
-  static constexpr bool kReceives = false;
-  template <typename Arrived>
-  static __device__ void WaitForRows(const Args& args, const CallContext& call, int32_t row_block,
-                                     Tile tile, const Coords& coords, Arrived&& set_arrived) {
-    const KRange k = KOf(args, tile, 0);
-    const int first = k.begin / Config::kTileK;
-    const int count = CeilDiv(k.end - k.begin, Config::kTileK);
-    if (coords.k_panel_rows == 0) return set_arrived(count);
-    const Span s = SpanOf(args, row_block);
-    if (s.first >= s.last) return set_arrived(count);
-    const int first_src = args.rows.OwnerOf(s.first), last_src = args.rows.OwnerOf(s.last - 1);
-    const int lane = threadIdx.x % 32;
-    for (int arrived = 0; arrived < count;) {
-      const int32_t chunk = args.layout.ChunkOf(first + arrived + lane);
-      bool has_arrived = true;
-      if (arrived + lane < count) {
-        for (int src = first_src; src <= last_src; ++src) {
-          has_arrived &=
-              HasArrived(call, ChunkSignal(args, call, args.view.rank, src, row_block, chunk));
-        }
-      }
-      const uint32_t missing = __ballot_sync(0xffffffff, !has_arrived);
-      if ((missing & 1) != 0 && lane == 0) {
-        for (int src = first_src; src <= last_src; ++src) {
-          AwaitPeer(call, ChunkSignal(args, call, args.view.rank, src, row_block, chunk), src,
-                    chunk);
-        }
-      }
-      ptx::FenceProxyAsyncGlobal();  // TMA reads the rows
-      arrived += missing == 0 ? 32 : Max(1, __ffs(missing) - 1);
-      set_arrived(Min(arrived, count));
+  struct Schedule : OrderedTiles<StaticFirst> {
+    using OrderedTiles::OrderedTiles;
+    // Safe: tiles wait for send warps only, never for another tile.
+    static __device__ Tile FirstTile(const Args& args, int32_t cluster) {
+      return Tile{args.first[cluster].m, args.first[cluster].n};
     }
-  }
-
-  // The rows of a row block: in x, or in the workspace, where a k-panel follows the previous one.
-  struct Source {
-    const CUtensorMap* map;
-    int32_t row;
-    int32_t k_panel_rows;  // 0: in x
   };
-  static __device__ Source SourceOf(const Args& args, const CallContext& call, const Coords& coords,
-                                    int) {
-    return Source{coords.k_panel_rows == 0 ? &args.x : &args.workspace_maps[call.epoch & 1],
-                  coords.row, coords.k_panel_rows};
-  }
-  static __device__ void LoadA(const Source& source, uint32_t smem, uint32_t bar, int k0) {
-    ptx::TmaLoad2d(smem, source.map, bar, source.k_panel_rows == 0 ? k0 : 0,
-                   source.row + k0 / Config::kTileK * source.k_panel_rows);
-  }
 
-  static __device__ bool HasRows(const Args& args, int32_t row_block, int m64) {
-    return static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64 < args.rows.Total();
-  }
+  struct Operands : BoxesOfA {
+    // Operand coordinates: the column and its weight; the row in x, or in the workspace.
+    struct alignas(16) Coords {
+      int32_t n0, weight, row, k_panel_rows;  // rows from one k-panel to the next in the workspace;
+                                              // 0: x
+    };
+    static __device__ Coords CoordsOf(const Args& args, const Schedule&, int32_t row_block,
+                                      Tile tile) {
+      const Columns c = ColumnsOf(args, Tile{0, tile.n});
+      const Span s = SpanOf(args, row_block);
+      const bool is_local = s.first < s.last && IsLocal(args, s);
+      const int64_t row = is_local ? s.first - args.view.rank * args.rows.PerRank()
+                                   : args.layout.RowOf(row_block, 0);
+      return Coords{static_cast<int32_t>(c.n0), c.weight, static_cast<int32_t>(row),
+                    is_local ? 0 : args.layout.k_panel_rows};
+    }
+    static __device__ Rhs RhsOf(const Args& args, const Coords& coords, int) {
+      return Rhs{&args.w[coords.weight], coords.n0,
+                 Config::kTwoWeights && args.gated ? &args.w[1] : nullptr};
+    }
 
-  static constexpr bool kAddsPartials = false;
+    static __device__ KRange KOf(const Args& args, Tile tile, const Coords&, int) {
+      return SplitOfK<Config>(args.k, tile.split);
+    }
+    // The rows of a row block: in x, or in the workspace, where a k-panel follows the previous one.
+    struct Source {
+      const CUtensorMap* map;
+      int32_t row;
+      int32_t k_panel_rows;  // 0: in x
+      __device__ void Load(uint32_t smem, uint32_t bar, int k0) const {
+        ptx::TmaLoad2d(smem, map, bar, k_panel_rows == 0 ? k0 : 0,
+                       row + k0 / Config::kTileK * k_panel_rows);
+      }
+    };
+    static __device__ Source SourceOf(const Args& args, const CallContext& call,
+                                      const Coords& coords, int) {
+      return Source{coords.k_panel_rows == 0 ? &args.x : &args.workspace_maps[call.epoch & 1],
+                    coords.row, coords.k_panel_rows};
+    }
+    static __device__ void PrefetchMaps(const Args& args) {
+      ptx::PrefetchTensorMap(&args.w[0]);
+      ptx::PrefetchTensorMap(&args.x);
+      ptx::PrefetchTensorMap(&args.workspace_maps[0]);
+      ptx::PrefetchTensorMap(&args.workspace_maps[1]);
+    }
+  };
 
-  static __device__ void Send(const Args& args, const CallContext& call,
-                              const GemmSmem<Config>& smem) {
-    GatherSender<Config>::Run(args, call, smem);
-  }
+  struct Epilogue : EveryM64 {
+    static __device__ bool HasRows(const Args& args, int32_t row_block, int m64) {
+      return static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64 < args.rows.Total();
+    }
 
-  // How the m64 block that starts at virtual row `row0` is written to y.
-  enum class Path { kNone, kTma, kRows, kFloat32 };
-  static __device__ Path PathOf(const Args& args, int64_t row0) {
-    const Rows& rows = args.rows;
-    const int64_t total = rows.Total();
-    if (row0 >= total) return Path::kNone;
-    if (args.out_f32) return Path::kFloat32;
-    // Whether the rows are consecutive in y too.
-    const int64_t last = Min(row0 + 64, total) - 1;
-    const bool together =
-        rows.outer == 1 || Quotient(row0, rows.inner) == Quotient(last, rows.inner);
-    // A TMA store writes all 64 rows, so fewer are allowed only at the end of y.
-    return together && (rows.outer == 1 || last - row0 == 63) ? Path::kTma : Path::kRows;
-  }
+    // How the m64 block that starts at virtual row `row0` is written to y.
+    enum class Path { kNone, kTma, kRows, kFloat32 };
+    static __device__ Path PathOf(const Args& args, int64_t row0) {
+      const Rows& rows = args.rows;
+      const int64_t total = rows.Total();
+      if (row0 >= total) return Path::kNone;
+      if (args.out_f32) return Path::kFloat32;
+      // Whether the rows are consecutive in y too.
+      const int64_t last = Min(row0 + 64, total) - 1;
+      const bool together =
+          rows.outer == 1 || Quotient(row0, rows.inner) == Quotient(last, rows.inner);
+      // A TMA store writes all 64 rows, so fewer are allowed only at the end of y.
+      return together && (rows.outer == 1 || last - row0 == 63) ? Path::kTma : Path::kRows;
+    }
 
-  template <typename AwaitPartials>
-  static __device__ void Epilogue(const Args& args, const CallContext&,
+    template <typename AwaitPartials>
+    static __device__ void Finish(const Args& args, const CallContext&,
                                   StagingWriter<Config>& staging, Slices<Config>& acc,
                                   int32_t row_block, Tile tile, AwaitPartials&&) {
-    if (args.no_epilogue) {  // short code path: instruction fetches are latency too
+      if (args.no_epilogue) {  // short code path: instruction fetches are latency too
+#pragma unroll
+        for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
+          if (!HasRows(args, row_block, staging.M64At(i))) continue;
+          StageM64<T, Config::kSliceN>(acc[i], staging.Acquire());
+          staging.Publish();
+        }
+        return;
+      }
 #pragma unroll
       for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
-        if (!HasRows(args, row_block, staging.M64At(i))) continue;
-        StageM64<T, Config::kSliceN>(acc[i], staging.Acquire());
-        staging.Publish();
-      }
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
-      const int m64 = staging.M64At(i);
-      if (!HasRows(args, row_block, m64)) continue;
-      FinishM64(args, staging, acc[i], static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64,
-                tile);
-    }
-  }
-
-  // Finishes the m64 block that starts at virtual row `row0`: the sums saved for the gradient, then
-  // y. Store writes them out in the same order.
-  static __device__ void FinishM64(const Args& args, StagingWriter<Config>& staging,
-                                   float (&acc)[Config::kSliceAccumulators], int64_t row0,
-                                   Tile tile) {
-    const Columns columns = ColumnsOf(args, tile);
-    const int64_t n = args.n[columns.weight];
-    if constexpr (Config::kTwoWeights) {
-      if (args.gated) return FinishGated(args, staging, acc, row0, columns.n0, n);
-    }
-    const int i = columns.weight;
-    if (args.bias[i] != nullptr) AddBias<Config::kSliceN>(acc, args.bias[i], columns.n0, n);
-    // A loop over both would halve the code and spill 2 KB of registers.
-    if (args.sums_data[i] != nullptr) {
-      Write<Config::kSliceN, 0>(args, staging, acc, args.sums_data[i], row0, columns.n0, n);
-    }
-    Activate<Config::kSliceN>(acc, args.activation);
-    Write<Config::kSliceN, 0>(args, staging, acc, args.y_data[i], row0, columns.n0, n);
-  }
-
-  // The first half of the columns is the gate. A thread holds the same elements of both halves.
-  static __device__ void FinishGated(const Args& args, StagingWriter<Config>& staging,
-                                     float (&acc)[Config::kSliceAccumulators], int64_t row0,
-                                     int64_t n0, int64_t n) {
-    constexpr int kHalf = Config::kTileN / 2;
-    if (args.bias[0] != nullptr) AddBias<kHalf, 0>(acc, args.bias[0], n0, n);
-    if (args.bias[1] != nullptr) AddBias<kHalf, kHalf>(acc, args.bias[1], n0, n);
-    if (args.sums_data[0] != nullptr) {
-      Write<kHalf, 0>(args, staging, acc, args.sums_data[0], row0, n0, n);
-      Write<kHalf, kHalf>(args, staging, acc, args.sums_data[1], row0, n0, n);
-    }
-    Activate<kHalf>(acc, args.activation);
-#pragma unroll
-    for (int i = 0; i < kHalf / 2; ++i) acc[i] *= acc[kHalf / 2 + i];
-    Write<kHalf, 0>(args, staging, acc, args.y_data[0], row0, n0, n);
-  }
-
-  // Writes kColumns columns of the accumulators, from kFirst on, to `data` [rows, n] at (row0, n0).
-  template <int kColumns, int kFirst>
-  static __device__ void Write(const Args& args, StagingWriter<Config>& staging,
-                               const float (&acc)[Config::kSliceAccumulators], void* data,
-                               int64_t row0, int64_t n0, int64_t n) {
-    const auto row_of = [&](int r) {
-      return row0 + r < args.rows.Total() ? args.rows.Actual(row0 + r) * n : -1;
-    };
-    const Path path = PathOf(args, row0);
-    if (path == Path::kFloat32) {
-      StoreM64F32<kColumns, kFirst>(acc, data, n0, n, row_of);
-      return;
-    }
-    const StagedM64 staged = staging.Acquire();
-    StageM64<T, kColumns, kFirst>(acc, staged);
-    if (path == Path::kTma) {
-      staging.Publish();
-    } else {
-      ScatterStagedRows<T, kColumns>(staged, 1 + staging.consumer, data, n0, n, row_of);
-    }
-  }
-
-  static __device__ void Store(const Args& args, const CallContext& call,
-                               StagingReader<Config>& staging, int32_t row_block, Tile tile) {
-    const Columns columns = ColumnsOf(args, tile);
-    const int64_t n = args.n[columns.weight];
-    if (args.no_epilogue) {
-      for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+        const int m64 = staging.M64At(i);
         if (!HasRows(args, row_block, m64)) continue;
-        const StagedM64 staged = staging.Acquire(m64);
-        const uint64_t start = call.Start();
-        StoreStagedM64<Config::kSliceN>(staged, &args.y[columns.weight],
-                                        static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64,
-                                        columns.n0, n);
-        ptx::BulkCommit();
-        staging.Release(m64);
-        call.Done(EventKind::kStore, start, row_block, tile.n);
+        FinishM64(args, staging, acc[i],
+                  static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64, tile);
       }
-      return;
     }
+
+    // Finishes the m64 block that starts at virtual row `row0`: the sums saved for the gradient,
+    // then y. Store writes them out in the same order.
+    static __device__ void FinishM64(const Args& args, StagingWriter<Config>& staging,
+                                     float (&acc)[Config::kSliceAccumulators], int64_t row0,
+                                     Tile tile) {
+      const Columns columns = ColumnsOf(args, tile);
+      const int64_t n = args.n[columns.weight];
+      if constexpr (Config::kTwoWeights) {
+        if (args.gated) return FinishGated(args, staging, acc, row0, columns.n0, n);
+      }
+      const int i = columns.weight;
+      if (args.bias[i] != nullptr) AddBias<Config::kSliceN>(acc, args.bias[i], columns.n0, n);
+      // A loop over both would halve the code and spill 2 KB of registers.
+      if (args.sums_data[i] != nullptr) {
+        Write<Config::kSliceN, 0>(args, staging, acc, args.sums_data[i], row0, columns.n0, n);
+      }
+      Activate<Config::kSliceN>(acc, args.activation);
+      Write<Config::kSliceN, 0>(args, staging, acc, args.y_data[i], row0, columns.n0, n);
+    }
+
+    // The first half of the columns is the gate. A thread holds the same elements of both halves.
+    static __device__ void FinishGated(const Args& args, StagingWriter<Config>& staging,
+                                       float (&acc)[Config::kSliceAccumulators], int64_t row0,
+                                       int64_t n0, int64_t n) {
+      constexpr int kHalf = Config::kTileN / 2;
+      if (args.bias[0] != nullptr) AddBias<kHalf, 0>(acc, args.bias[0], n0, n);
+      if (args.bias[1] != nullptr) AddBias<kHalf, kHalf>(acc, args.bias[1], n0, n);
+      if (args.sums_data[0] != nullptr) {
+        Write<kHalf, 0>(args, staging, acc, args.sums_data[0], row0, n0, n);
+        Write<kHalf, kHalf>(args, staging, acc, args.sums_data[1], row0, n0, n);
+      }
+      Activate<kHalf>(acc, args.activation);
 #pragma unroll
-    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
-      const int64_t row0 = static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64;
-      if (PathOf(args, row0) != Path::kTma) continue;
-      const int64_t row = args.rows.Actual(row0);
-      const auto store = [&](const CUtensorMap* map) {
-        const StagedM64 staged = staging.Acquire(m64);
-        const uint64_t start = call.Start();
-        if (Config::kTwoWeights && args.gated) {
-          StoreStagedM64<Config::kTileN / 2>(staged, map, row, columns.n0, n);
-        } else {
-          StoreStagedM64<Config::kSliceN>(staged, map, row, columns.n0, n);
-        }
-        ptx::BulkCommit();
-        staging.Release(m64);
-        call.Done(EventKind::kStore, start, row_block, tile.n);
-      };
-      if (args.sums_data[columns.weight] != nullptr) {
-        store(&args.sums[columns.weight]);
-        if (Config::kTwoWeights && args.gated) store(&args.sums[1]);
-      }
-      store(&args.y[columns.weight]);
+      for (int i = 0; i < kHalf / 2; ++i) acc[i] *= acc[kHalf / 2 + i];
+      Write<kHalf, 0>(args, staging, acc, args.y_data[0], row0, n0, n);
     }
-  }
+
+    // Writes kColumns columns of the accumulators, from kFirst on, to `data` [rows, n] at (row0,
+    // n0).
+    template <int kColumns, int kFirst>
+    static __device__ void Write(const Args& args, StagingWriter<Config>& staging,
+                                 const float (&acc)[Config::kSliceAccumulators], void* data,
+                                 int64_t row0, int64_t n0, int64_t n) {
+      const auto row_of = [&](int r) {
+        return row0 + r < args.rows.Total() ? args.rows.Actual(row0 + r) * n : -1;
+      };
+      const Path path = PathOf(args, row0);
+      if (path == Path::kFloat32) {
+        StoreM64F32<kColumns, kFirst>(acc, data, n0, n, row_of);
+        return;
+      }
+      const StagedM64 staged = staging.Acquire();
+      StageM64<T, kColumns, kFirst>(acc, staged);
+      if (path == Path::kTma) {
+        staging.Publish();
+      } else {
+        ScatterStagedRows<T, kColumns>(staged, 1 + staging.consumer, data, n0, n, row_of);
+      }
+    }
+
+    static __device__ void Store(const Args& args, const CallContext& call,
+                                 StagingReader<Config>& staging, int32_t row_block, Tile tile) {
+      const Columns columns = ColumnsOf(args, tile);
+      const int64_t n = args.n[columns.weight];
+      if (args.no_epilogue) {
+        for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+          if (!HasRows(args, row_block, m64)) continue;
+          const StagedM64 staged = staging.Acquire(m64);
+          const uint64_t start = call.Start();
+          StoreStagedM64<Config::kSliceN>(
+              staged, &args.y[columns.weight],
+              static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64, columns.n0, n);
+          ptx::BulkCommit();
+          staging.Release(m64);
+          call.Done(EventKind::kStore, start, row_block, tile.n);
+        }
+        return;
+      }
+#pragma unroll
+      for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+        const int64_t row0 = static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64;
+        if (PathOf(args, row0) != Path::kTma) continue;
+        const int64_t row = args.rows.Actual(row0);
+        const auto store = [&](const CUtensorMap* map) {
+          const StagedM64 staged = staging.Acquire(m64);
+          const uint64_t start = call.Start();
+          if (Config::kTwoWeights && args.gated) {
+            StoreStagedM64<Config::kTileN / 2>(staged, map, row, columns.n0, n);
+          } else {
+            StoreStagedM64<Config::kSliceN>(staged, map, row, columns.n0, n);
+          }
+          ptx::BulkCommit();
+          staging.Release(m64);
+          call.Done(EventKind::kStore, start, row_block, tile.n);
+        };
+        if (args.sums_data[columns.weight] != nullptr) {
+          store(&args.sums[columns.weight]);
+          if (Config::kTwoWeights && args.gated) store(&args.sums[1]);
+        }
+        store(&args.y[columns.weight]);
+      }
+    }
+  };
+
+  struct Exchange : PeerExchange {
+    static __device__ void Send(const Args& args, const CallContext& call,
+                                const GemmSmem<Config>& smem) {
+      GatherSender<Config>::Run(args, call, smem);
+    }
+
+    struct Rows {
+      __device__ Rows(const Args&, const GemmSmem<Config>&) {}
+      // The lanes poll 32 k-panels at a time. Lane 0 waits for the first missing one.
+      template <typename Arrived>
+      static __device__ void Await(const Args& args, const CallContext& call, int32_t row_block,
+                                   Tile tile, const typename Operands::Coords& coords, int,
+                                   Arrived&& set_arrived) {
+        const KRange k = Operands::KOf(args, tile, coords, 0);
+        const int first = k.begin / Config::kTileK;
+        const int count = CeilDiv(k.end - k.begin, Config::kTileK);
+        if (coords.k_panel_rows == 0) return set_arrived(count);
+        const Span s = SpanOf(args, row_block);
+        if (s.first >= s.last) return set_arrived(count);
+        const int first_src = args.rows.OwnerOf(s.first), last_src = args.rows.OwnerOf(s.last - 1);
+        const int lane = threadIdx.x % 32;
+        for (int arrived = 0; arrived < count;) {
+          const int32_t chunk = args.layout.ChunkOf(first + arrived + lane);
+          bool has_arrived = true;
+          if (arrived + lane < count) {
+            for (int src = first_src; src <= last_src; ++src) {
+              has_arrived &=
+                  HasArrived(call, ChunkSignal(args, call, args.view.rank, src, row_block, chunk));
+            }
+          }
+          const uint32_t missing = __ballot_sync(0xffffffff, !has_arrived);
+          if ((missing & 1) != 0 && lane == 0) {
+            for (int src = first_src; src <= last_src; ++src) {
+              AwaitPeer(call, ChunkSignal(args, call, args.view.rank, src, row_block, chunk), src,
+                        chunk);
+            }
+          }
+          ptx::FenceProxyAsyncGlobal();  // TMA reads the rows
+          arrived += missing == 0 ? 32 : Max(1, __ffs(missing) - 1);
+          set_arrived(Min(arrived, count));
+        }
+      }
+    };
+  };
 };
 
 JFLUX_GEMM_KERNEL(AllGatherMatmul);
 
 struct AllGatherMatmulInstances {
+  static constexpr OpFormats kFormats = kAllGatherMatmulFormats;
   static constexpr int kMostSplits = kGatherSplits;
   // Results go to this GPU's memory, which takes them at once.
   static constexpr bool kMayLendStage = true;

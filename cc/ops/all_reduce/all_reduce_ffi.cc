@@ -14,7 +14,7 @@ bool PlanAllReduce(CallReader& call, const Machine& machine, Fields* plan, std::
   AllReduceParams p{};
   p.world = static_cast<int32_t>(call.Get("world", 1, kMaxRanks));
   p.count = call.Get("count", 1, int64_t{1} << 40);
-  p.dtype = static_cast<DType>(call.Get("dtype", 0, 3));
+  p.dtype = call.GetFormat("dtype");
   p.width = call.Get("width", 0, p.count);
   const int64_t asked = call.Get("algorithm", -1, kAllReduceAlgorithms - 1);
   if (!call.Check(why_not)) return false;
@@ -117,7 +117,9 @@ constexpr Constant kConstants[] = {
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllReduceOp;
-const Op kAllReduceOp = {kAllReduceId,  "all_reduce",      OnCpu<Call>, JFLUX_IF_CUDA(OnCuda<Call>),
-                         PlanAllReduce, /*most_splits=*/1, kConstants};
+const Op kAllReduceOp = {
+    kAllReduceId,      "all_reduce",      OnCpu<Call>,   JFLUX_IF_CUDA(OnCuda<Call>),
+    kAllReduceFormats, kAllReduceFormats, PlanAllReduce, /*most_splits=*/1,
+    kConstants};
 
 }  // namespace jflux

@@ -25,10 +25,10 @@ bool PlanAllToAllMatmul(CallReader& reader, const Machine& machine, Fields* plan
     *plan = CpuPlan(layout.Workspace().TotalBytes());
     return true;
   }
-  if (!IsPlannable(call, FitsKernel(p), kWhatFitsAllToAllMatmul, why_not)) return false;
+  if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine)), why_not)) return false;
   const GemmChoice wanted = call.given.value_or(ChooseAllToAllMatmul(
-      p.rows.world, p.rows.PerRank(), p.k, p.n, p.concat_rows, machine, p.transpose_rhs));
-  const GemmChoice choice = FitSplits(wanted, p.RowsOfY(), p.KOfW(), /*most=*/1);
+      p.rows.world, p.rows.PerRank(), p.k, p.n, p.dtype, p.concat_rows, machine, p.transpose_rhs));
+  const GemmChoice choice = FitSplits(wanted, p.RowsOfY(), p.KOfW() * SizeOf(p.dtype), /*most=*/1);
   *plan = ProductPlan{choice, AllToAllMatmulSenders(p, machine),
                       CudaLayoutOf(p).Workspace().TotalBytes()}
               .AsFields();
@@ -75,7 +75,7 @@ struct CallOnCuda : PlannedCall<kAllToAllMatmulId, LaunchAllToAllMatmul> {
   std::string Read(const ShardAttributes& a, ffi::AnyBuffer x, ffi::AnyBuffer w,
                    ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets rest) {
     if (!ReadOperands(a, this, x, w, *y, rest)) return kDoNotFit;
-    return ReadPlan(a) && FitsKernel(p) && plan.choice.splits == 1 ? "" : kNoKernel;
+    return ReadPlan(a) && WhyNoKernel(p).empty() && plan.choice.splits == 1 ? "" : kNoKernel;
   }
   int64_t WorkspaceBytes() const { return CudaLayoutOf(p).Workspace().TotalBytes(); }
 };
@@ -84,7 +84,8 @@ struct CallOnCuda : PlannedCall<kAllToAllMatmulId, LaunchAllToAllMatmul> {
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllToAllMatmulOp;
-const Op kAllToAllMatmulOp = {kAllToAllMatmulId, "all_to_all_matmul", OnCpu<CallOnCpu>,
-                              JFLUX_IF_CUDA(OnCuda<CallOnCuda>), PlanAllToAllMatmul};
+const Op kAllToAllMatmulOp = {
+    kAllToAllMatmulId, "all_to_all_matmul",    OnCpu<CallOnCpu>,  JFLUX_IF_CUDA(OnCuda<CallOnCuda>),
+    kCpuFormats,       kAllToAllMatmulFormats, PlanAllToAllMatmul};
 
 }  // namespace jflux

@@ -61,7 +61,7 @@ struct AllToAllMatmulArgs {
   CUtensorMap x;             // the local shard, as the main loop reads it
   CUtensorMap w[kMaxRanks];  // the rows of w of each term
   CUtensorMap y;
-  CUtensorMap workspace_maps[2];  // the halves' data as rows of 64 columns; 4-d
+  CUtensorMap workspace_maps[2];  // the halves' data as rows of kBlockBytes; 4-d
   CUtensorMap send_boxes;         // x, as the send warp reads it
   CUtensorMap gathered;           // to store boxes
 };
@@ -78,9 +78,8 @@ __device__ __forceinline__ Signal* ShardSignal(const AllToAllMatmulArgs& args,
 __device__ __forceinline__ char* ShardPanelRow(const AllToAllMatmulArgs& args,
                                                const CallContext& call, int rank, int step,
                                                int32_t row_block, int32_t k_panel, int32_t row) {
-  return args.view.At(
-      rank, args.workspace.DataOffset(call.epoch) +
-                (args.panels.RowOf(step, row_block, k_panel) + row) * KPanelLayout::kRowBytes);
+  return args.view.At(rank, args.workspace.DataOffset(call.epoch) +
+                                (args.panels.RowOf(step, row_block, k_panel) + row) * kBlockBytes);
 }
 __device__ __forceinline__ int SourceRank(const AllToAllMatmulArgs& args, int step) {
   return static_cast<int>(Remainder(args.view.rank + step, args.view.world));
@@ -111,7 +110,7 @@ struct ShardSender {
   static __device__ void Run(const Args& args, const CallContext& call,
                              const GemmSmem<Config>& smem) {
     static_assert(Config::kSendBoxes == KPanelLayout::kBoxes &&
-                  Config::kSendBoxBytes == KPanelLayout::kBoxRows * KPanelLayout::kRowBytes);
+                  Config::kSendBoxBytes == KPanelLayout::kBoxRows * kBlockBytes);
     Buffers buffers{smem};
     if (MaySend(args)) SendChunks<ShardSender>(args, call, buffers);
     if (args.gathers) CopyChunks(args, call, buffers);
@@ -137,15 +136,15 @@ struct ShardSender {
     const uint32_t bar = buffers.smem.SendBoxFull(i);
     const RowAt at = RowOf(args, c.row_block * KPanelLayout::kPanelRows + box.row, args.split_rows);
     ptx::MbarrierArriveExpectTx(bar, args.send_box_bytes);
-    ptx::TmaLoad4d(buffers.smem.SendBox(i), &args.send_boxes, bar,
-                   box.k_panel * KPanelLayout::kColumns, at.inner, at.outer, c.dst);
+    ptx::TmaLoad4d(buffers.smem.SendBox(i), &args.send_boxes, bar, box.k_panel * Config::kTileK,
+                   at.inner, at.outer, c.dst);
   }
   static __device__ void StoreBox(const Args& args, const CallContext& call, Buffers& buffers,
                                   const Chunk& c, int i) {
     const auto box = args.panels.shard.BoxOf(c.range, c.chunk, i);
     if (box.rows > 0) {
       ptx::BulkStore(ShardPanelRow(args, call, c.dst, c.step, c.row_block, box.k_panel, box.row),
-                     buffers.Await(i), box.rows * KPanelLayout::kRowBytes);
+                     buffers.Await(i), box.rows * kBlockBytes);
     }
     ptx::BulkCommit();  // even if empty: BulkWait counts groups
   }
@@ -186,7 +185,7 @@ struct ShardSender {
       }
       const auto box = args.panels.shard.BoxOf(c.range, c.chunk, i);
       if (box.rows <= 0) continue;
-      const uint32_t bytes = box.rows * KPanelLayout::kRowBytes, bar = buffers.smem.SendBoxFull(i);
+      const uint32_t bytes = box.rows * kBlockBytes, bar = buffers.smem.SendBoxFull(i);
       ptx::MbarrierArriveExpectTx(bar, bytes);
       ptx::BulkLoad(buffers.smem.SendBox(i),
                     ShardPanelRow(args, call, rank, c.step, c.row_block, box.k_panel, box.row),
@@ -198,8 +197,8 @@ struct ShardSender {
       if (box.rows <= 0) continue;
       const RowAt at =
           RowOf(args, c.row_block * KPanelLayout::kPanelRows + box.row, args.concat_rows);
-      ptx::TmaStore4d(&args.gathered, buffers.Await(i), box.k_panel * KPanelLayout::kColumns,
-                      at.inner, at.outer, src);
+      ptx::TmaStore4d(&args.gathered, buffers.Await(i), box.k_panel * Config::kTileK, at.inner,
+                      at.outer, src);
       ptx::BulkCommit();
     }
     call.Done(EventKind::kCopy, start, src, c.chunk);
@@ -211,10 +210,6 @@ struct AllToAllMatmulSm90 {
   using Config = Config_;
   using Args = AllToAllMatmulArgs;
   using T = typename Config::T;
-  static constexpr bool kLocal = false, kGroups = false, kGathersRows = false, kStackedRhs = false,
-                        kRaggedK = false;
-
-  static __device__ Tile TileAt(const Args& args, int32_t t) { return args.order.At(t); }
 
   // The rows of a CTA: the step of their shard (0 if columns are concatenated) and the row block in
   // it. The second CTA of a cluster may lie below the shard.
@@ -231,135 +226,146 @@ struct AllToAllMatmulSm90 {
     return place.row_block * Config::kTileM + m64 * 64 < static_cast<int32_t>(args.rows.PerRank());
   }
 
-  // Safe: tiles wait for send warps only, never for another tile.
-  static constexpr bool kStaticFirstTile = true;
-  static __device__ Tile FirstTile(const Args& args, int32_t cluster) {
-    return args.order.At(cluster);
-  }
-
-  static __device__ void PrefetchMaps(const Args& args) {
-    ptx::PrefetchTensorMap(&args.w[0]);
-    ptx::PrefetchTensorMap(&args.x);
-    ptx::PrefetchTensorMap(&args.workspace_maps[0]);
-    ptx::PrefetchTensorMap(&args.workspace_maps[1]);
-  }
-
-  static __device__ int TermsOf(const Args& args) { return args.terms; }
-  static __device__ KRange KOf(const Args& args, Tile, int) { return KRange{0, args.k}; }
-
-  // Operand coordinates: the column in w; the row in x if the tile has rows of the local shard
-  // (else outer < 0); the row in the workspace, of step 1 or of the tile's own step.
-  struct alignas(16) Coords {
-    int32_t n0, inner, outer, row;
-  };
-  static __device__ Coords CoordsOf(const Args& args, int32_t row_block, Tile tile) {
-    const Place place = PlaceOf(args, row_block);
-    const int32_t n0 = tile.n * Config::kTileN;
-    const RowAt at = RowOf(args, place.row_block * Config::kTileM, args.split_rows);
-    // A row block below its shard is read from past the workspace's end: zeros.
-    const int64_t row = HasRows(args, place, 0)
-                            ? args.panels.RowOf(Max(place.step, 1), place.row_block, 0)
-                            : args.panels.peers * args.panels.ShardRows();
-    return Coords{n0, at.inner, place.step == 0 ? at.outer : -1, static_cast<int32_t>(row)};
-  }
-  static __device__ Rhs RhsOf(const Args& args, const Coords& coords, int term) {
-    return Rhs{&args.w[term], coords.n0};
-  }
-
-  // The rows of a term: in x, or in the workspace, where a k-panel follows the previous one.
-  struct Source {
-    const CUtensorMap* map;
-    int32_t row, outer, rank;
-    int32_t k_panel_rows;  // 0: in x
-  };
-  static __device__ Source SourceOf(const Args& args, const CallContext& call, const Coords& coords,
-                                    int term) {
-    if (term == 0 && coords.outer >= 0) {
-      return Source{&args.x, coords.inner, coords.outer, args.view.rank, 0};
+  struct Schedule : OrderedTiles<StaticFirst> {
+    using OrderedTiles::OrderedTiles;
+    // Safe: tiles wait for send warps only, never for another tile.
+    static __device__ Tile FirstTile(const Args& args, int32_t cluster) {
+      return args.order.At(cluster);
     }
-    const int32_t before = Max(term - 1, 0) * static_cast<int32_t>(args.panels.ShardRows());
-    return Source{&args.workspace_maps[call.epoch & 1], coords.row + before, 0, 0,
-                  args.panels.shard.k_panel_rows};
-  }
-  static __device__ void LoadA(const Source& source, uint32_t smem, uint32_t bar, int k0) {
-    ptx::TmaLoad4d(smem, source.map, bar, source.k_panel_rows == 0 ? k0 : 0,
-                   source.row + k0 / Config::kTileK * source.k_panel_rows, source.outer,
-                   source.rank);
-  }
+  };
 
-  // Term by term. For a peer's term, the lanes poll 32 k-panels at a time, and lane 0 waits for the
-  // first missing one.
-  static constexpr bool kWaitsForRows = true;
-  static constexpr bool kReceives = false;
-  template <typename Arrived>
-  static __device__ void WaitForRows(const Args& args, const CallContext& call, int32_t row_block,
-                                     Tile, const Coords&, Arrived&& set_arrived) {
-    const Place place = PlaceOf(args, row_block);
-    const int k_panels = args.panels.shard.k_panels;
-    if (!HasRows(args, place, 0)) return set_arrived(args.terms * k_panels);
-    const int lane = threadIdx.x % 32;
-    for (int term = 0; term < args.terms; ++term) {
-      const int step = place.step + term, before = term * k_panels;
-      if (step == 0) {
-        set_arrived(k_panels);
-        continue;
-      }
-      for (int arrived = 0; arrived < k_panels;) {
-        const int32_t chunk = args.panels.shard.ChunkOf(arrived + lane);
-        const Signal* word = ShardSignal(args, call, args.view.rank, step, place.row_block, chunk);
-        const bool has_arrived = arrived + lane >= k_panels || HasArrived(call, word);
-        const uint32_t missing = __ballot_sync(0xffffffff, !has_arrived);
-        if ((missing & 1) != 0 && lane == 0) AwaitPeer(call, word, SourceRank(args, step), chunk);
-        ptx::FenceProxyAsyncGlobal();  // TMA reads the rows
-        arrived += missing == 0 ? 32 : Max(1, __ffs(missing) - 1);
-        set_arrived(before + Min(arrived, k_panels));
-      }
+  struct Operands : BoxesOfA {
+    // Operand coordinates: the column in w; the row in x if the tile has rows of the local shard
+    // (else outer < 0); the row in the workspace, of step 1 or of the tile's own step.
+    struct alignas(16) Coords {
+      int32_t n0, inner, outer, row;
+    };
+    static __device__ Coords CoordsOf(const Args& args, const Schedule&, int32_t row_block,
+                                      Tile tile) {
+      const Place place = PlaceOf(args, row_block);
+      const int32_t n0 = tile.n * Config::kTileN;
+      const RowAt at = RowOf(args, place.row_block * Config::kTileM, args.split_rows);
+      // A row block below its shard is read from past the workspace's end: zeros.
+      const int64_t row = HasRows(args, place, 0)
+                              ? args.panels.RowOf(Max(place.step, 1), place.row_block, 0)
+                              : args.panels.peers * args.panels.ShardRows();
+      return Coords{n0, at.inner, place.step == 0 ? at.outer : -1, static_cast<int32_t>(row)};
     }
-  }
+    static __device__ Rhs RhsOf(const Args& args, const Coords& coords, int term) {
+      return Rhs{&args.w[term], coords.n0};
+    }
 
-  static constexpr bool kAddsPartials = false;
+    static __device__ int Terms(const Args& args) { return args.terms; }
+    static __device__ KRange KOf(const Args& args, Tile, const Coords&, int) {
+      return KRange{0, args.k};
+    }
 
-  static __device__ void Send(const Args& args, const CallContext& call,
-                              const GemmSmem<Config>& smem) {
-    ShardSender<Config>::Run(args, call, smem);
-  }
+    // The rows of a term: in x, or in the workspace, where a k-panel follows the previous one.
+    struct Source {
+      const CUtensorMap* map;
+      int32_t row, outer, rank;
+      int32_t k_panel_rows;  // 0: in x
+      __device__ void Load(uint32_t smem, uint32_t bar, int k0) const {
+        ptx::TmaLoad4d(smem, map, bar, k_panel_rows == 0 ? k0 : 0,
+                       row + k0 / Config::kTileK * k_panel_rows, outer, rank);
+      }
+    };
+    static __device__ Source SourceOf(const Args& args, const CallContext& call,
+                                      const Coords& coords, int term) {
+      if (term == 0 && coords.outer >= 0) {
+        return Source{&args.x, coords.inner, coords.outer, args.view.rank, 0};
+      }
+      const int32_t before = Max(term - 1, 0) * static_cast<int32_t>(args.panels.ShardRows());
+      return Source{&args.workspace_maps[call.epoch & 1], coords.row + before, 0, 0,
+                    args.panels.shard.k_panel_rows};
+    }
+    static __device__ void PrefetchMaps(const Args& args) {
+      ptx::PrefetchTensorMap(&args.w[0]);
+      ptx::PrefetchTensorMap(&args.x);
+      ptx::PrefetchTensorMap(&args.workspace_maps[0]);
+      ptx::PrefetchTensorMap(&args.workspace_maps[1]);
+    }
+  };
 
-  template <typename AwaitPartials>
-  static __device__ void Epilogue(const Args& args, const CallContext&,
+  struct Epilogue : EveryM64 {
+    template <typename AwaitPartials>
+    static __device__ void Finish(const Args& args, const CallContext&,
                                   StagingWriter<Config>& staging, Accumulators<Config>& acc,
                                   int32_t row_block, Tile, AwaitPartials&&) {
-    const Place place = PlaceOf(args, row_block);
+      const Place place = PlaceOf(args, row_block);
 #pragma unroll
-    for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
-      if (!HasRows(args, place, staging.M64At(i))) continue;
-      StageM64<T, Config::kTileN>(acc[i], staging.Acquire());
-      staging.Publish();
-    }
-  }
-
-  // TMA drops rows outside the shard and columns past the last.
-  static __device__ void Store(const Args& args, const CallContext& call,
-                               StagingReader<Config>& staging, int32_t row_block, Tile tile) {
-    using S = Staged<Config::kTileN>;
-    const Place place = PlaceOf(args, row_block);
-    const int32_t n0 = tile.n * Config::kTileN, n = static_cast<int32_t>(args.n);
-    const int src = args.concat_rows ? SourceRank(args, place.step) : 0;
-    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
-      if (!HasRows(args, place, m64)) continue;
-      const StagedM64 staged = staging.Acquire(m64);
-      const uint64_t start = call.Start();
-      const RowAt at = RowOf(args, place.row_block * Config::kTileM + m64 * 64, args.concat_rows);
-#pragma unroll
-      for (int box = 0; box < Config::kTileN / S::kColumns; ++box) {
-        const int32_t column = n0 + box * S::kColumns;
-        if (column >= n) continue;
-        ptx::TmaStore4d(&args.y, S::Box(staged, box), column, at.inner, at.outer, src);
+      for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
+        if (!HasRows(args, place, staging.M64At(i))) continue;
+        StageM64<T, Config::kTileN>(acc[i], staging.Acquire());
+        staging.Publish();
       }
-      ptx::BulkCommit();
-      staging.Release(m64);
-      call.Done(EventKind::kStore, start, row_block, tile.n);
     }
-  }
+
+    // TMA drops rows outside the shard and columns past the last.
+    static __device__ void Store(const Args& args, const CallContext& call,
+                                 StagingReader<Config>& staging, int32_t row_block, Tile tile) {
+      using S = Staged<Config::kTileN>;
+      const Place place = PlaceOf(args, row_block);
+      const int32_t n0 = tile.n * Config::kTileN, n = static_cast<int32_t>(args.n);
+      const int src = args.concat_rows ? SourceRank(args, place.step) : 0;
+      for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+        if (!HasRows(args, place, m64)) continue;
+        const StagedM64 staged = staging.Acquire(m64);
+        const uint64_t start = call.Start();
+        const RowAt at = RowOf(args, place.row_block * Config::kTileM + m64 * 64, args.concat_rows);
+#pragma unroll
+        for (int box = 0; box < Config::kTileN / S::kColumns; ++box) {
+          const int32_t column = n0 + box * S::kColumns;
+          if (column >= n) continue;
+          ptx::TmaStore4d(&args.y, S::Box(staged, box), column, at.inner, at.outer, src);
+        }
+        ptx::BulkCommit();
+        staging.Release(m64);
+        call.Done(EventKind::kStore, start, row_block, tile.n);
+      }
+    }
+  };
+
+  struct Exchange : PeerExchange {
+    static __device__ void Send(const Args& args, const CallContext& call,
+                                const GemmSmem<Config>& smem) {
+      ShardSender<Config>::Run(args, call, smem);
+    }
+
+    struct Rows {
+      __device__ Rows(const Args&, const GemmSmem<Config>&) {}
+      // Term by term. For a peer's term, the lanes poll 32 k-panels at a time, and lane 0 waits for
+      // the first missing one.
+      template <typename Arrived>
+      static __device__ void Await(const Args& args, const CallContext& call, int32_t row_block,
+                                   Tile, const typename Operands::Coords&, int,
+                                   Arrived&& set_arrived) {
+        const Place place = PlaceOf(args, row_block);
+        const int k_panels = args.panels.shard.k_panels;
+        if (!HasRows(args, place, 0)) return set_arrived(args.terms * k_panels);
+        const int lane = threadIdx.x % 32;
+        for (int term = 0; term < args.terms; ++term) {
+          const int step = place.step + term, before = term * k_panels;
+          if (step == 0) {
+            set_arrived(k_panels);
+            continue;
+          }
+          for (int arrived = 0; arrived < k_panels;) {
+            const int32_t chunk = args.panels.shard.ChunkOf(arrived + lane);
+            const Signal* word =
+                ShardSignal(args, call, args.view.rank, step, place.row_block, chunk);
+            const bool has_arrived = arrived + lane >= k_panels || HasArrived(call, word);
+            const uint32_t missing = __ballot_sync(0xffffffff, !has_arrived);
+            if ((missing & 1) != 0 && lane == 0)
+              AwaitPeer(call, word, SourceRank(args, step), chunk);
+            ptx::FenceProxyAsyncGlobal();  // TMA reads the rows
+            arrived += missing == 0 ? 32 : Max(1, __ffs(missing) - 1);
+            set_arrived(before + Min(arrived, k_panels));
+          }
+        }
+      }
+    };
+  };
 };
 
 JFLUX_GEMM_KERNEL(AllToAllMatmul);

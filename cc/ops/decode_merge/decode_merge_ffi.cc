@@ -44,7 +44,8 @@ struct Call : CallOf<kDecodeMergeId, DecodeMergeCpu, LaunchDecodeMerge> {
 
 // Listed in cc/ops/registry.cc.
 extern const Op kDecodeMergeOp;
-const Op kDecodeMergeOp = {kDecodeMergeId, "decode_merge", OnCpu<Call>, JFLUX_IF_CUDA(OnCuda<Call>),
-                           PlanDecodeMerge};
+const Op kDecodeMergeOp = {
+    kDecodeMergeId,      "decode_merge",      OnCpu<Call>,    JFLUX_IF_CUDA(OnCuda<Call>),
+    kDecodeMergeFormats, kDecodeMergeFormats, PlanDecodeMerge};
 
 }  // namespace jflux

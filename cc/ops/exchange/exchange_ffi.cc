@@ -66,11 +66,26 @@ struct Call : CallOf<kOp, ExchangeCpu, LaunchExchange> {
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllGatherOp, kAllToAllOp, kReduceScatterOp;
-const Op kAllGatherOp = {kAllGatherId, "all_gather", OnCpu<Call<kAllGatherId>>,
-                         JFLUX_IF_CUDA(OnCuda<Call<kAllGatherId>>), PlanExchange};
-const Op kAllToAllOp = {kAllToAllId, "all_to_all", OnCpu<Call<kAllToAllId>>,
-                        JFLUX_IF_CUDA(OnCuda<Call<kAllToAllId>>), PlanExchange};
-const Op kReduceScatterOp = {kReduceScatterId, "reduce_scatter", OnCpu<Call<kReduceScatterId>>,
-                             JFLUX_IF_CUDA(OnCuda<Call<kReduceScatterId>>), PlanExchange};
+const Op kAllGatherOp = {kAllGatherId,
+                         "all_gather",
+                         OnCpu<Call<kAllGatherId>>,
+                         JFLUX_IF_CUDA(OnCuda<Call<kAllGatherId>>),
+                         kMovesBytes,
+                         kMovesBytes,
+                         PlanExchange};
+const Op kAllToAllOp = {kAllToAllId,
+                        "all_to_all",
+                        OnCpu<Call<kAllToAllId>>,
+                        JFLUX_IF_CUDA(OnCuda<Call<kAllToAllId>>),
+                        kMovesBytes,
+                        kMovesBytes,
+                        PlanExchange};
+const Op kReduceScatterOp = {kReduceScatterId,
+                             "reduce_scatter",
+                             OnCpu<Call<kReduceScatterId>>,
+                             JFLUX_IF_CUDA(OnCuda<Call<kReduceScatterId>>),
+                             kExchangeFormats,
+                             kExchangeFormats,
+                             PlanExchange};
 
 }  // namespace jflux

@@ -20,10 +20,6 @@ struct GroupedMatmulDwSm90 {
   using Config = Config_;
   using Args = GroupedMatmulDwArgs;
   using T = typename Config::T;
-  static constexpr bool kLocal = true, kGroups = true, kGathersRows = false, kStackedRhs = false,
-                        kRaggedK = true, kSumsRows = false;
-  static constexpr bool kStaticFirstTile = false, kWaitsForRows = false, kReceives = false,
-                        kAddsPartials = false;
   static_assert(Config::kTransposeLhs && !Config::kTransposeRhs && !Config::kLendsStage);
 
   static __device__ int32_t FirstColumnOf(const Args& args, Tile tile) {
@@ -33,15 +29,9 @@ struct GroupedMatmulDwSm90 {
     return row_block * Config::kTileM + m64 * 64;
   }
 
-  static __device__ bool HasRows(int32_t, Tile, int) { return true; }
-
-  struct alignas(16) Coords {
-    int32_t n0, k0;      // columns of dy and of x
-    int32_t begin, end;  // rows
-  };
-  struct Groups {
+  struct Schedule : BackAndForth {
     GroupTable<Config, /*kSorted=*/true> table;
-    __device__ Groups(const Args& args, const GemmSmem<Config>& smem, bool leads)
+    __device__ Schedule(const Args& args, const GemmSmem<Config>& smem, bool leads)
         : table(smem, args.groups.group_sizes, args.groups.groups, args.groups.rows, leads,
                 [&](int32_t rows) { return rows > 0 ? args.tiles_k * args.tiles_n : 0; }) {}
     __device__ bool Find(int32_t t) { return table.Find(t); }
@@ -50,97 +40,108 @@ struct GroupedMatmulDwSm90 {
           GroupedTile(t - table.FirstTile(), args.tiles_k, args.tiles_n, args.group_m);
       return Tile{tile.m, table.group() * args.tiles_n + tile.n};
     }
-    __device__ Coords CoordsOf(const Args& args, int32_t row_block, Tile tile) const {
-      return Coords{FirstColumnOf(args, tile), FirstRowOf(row_block, 0), table.FirstRow(),
-                    table.EndRow()};
+  };
+  struct Operands : RaggedBoxesOfA {
+    struct alignas(16) Coords {
+      int32_t n0, k0;      // columns of dy and of x
+      int32_t begin, end;  // rows
+    };
+    static __device__ Coords CoordsOf(const Args& args, const Schedule& schedule, int32_t row_block,
+                                      Tile tile) {
+      return Coords{FirstColumnOf(args, tile), FirstRowOf(row_block, 0), schedule.table.FirstRow(),
+                    schedule.table.EndRow()};
     }
-  };
-  static __device__ int TermsOf(const Args&) { return 1; }
-  static __device__ KRange KOf(const Args&, const Coords& coords) {
-    return KRange{coords.begin, coords.end};
-  }
+    static __device__ KRange KOf(const Args&, Tile, const Coords& coords, int) {
+      return KRange{coords.begin, coords.end};
+    }
 
-  static __device__ void PrefetchMaps(const Args& args) {
-    ptx::PrefetchTensorMap(&args.x);
-    ptx::PrefetchTensorMap(&args.dy);
-  }
-  static __device__ int32_t ABytes(const Args&, const Coords&) { return Config::kABytes; }
-  struct Source {
-    const CUtensorMap* map;
-    int32_t column;
-  };
-  static __device__ Source SourceOf(const Args& args, const CallContext&, const Coords& coords,
-                                    int) {
-    return Source{&args.x, coords.k0};
-  }
-  // Two atoms of 64 rows and 64 columns.
-  static __device__ void LoadA(const Source& source, uint32_t smem, uint32_t bar, int row) {
+    static __device__ Rhs RhsOf(const Args& args, const Coords& coords, int) {
+      return Rhs{&args.dy, coords.n0};
+    }
+
+    struct Source {
+      const CUtensorMap* map;
+      int32_t column;
+      // Two atoms of 64 rows and 64 columns.
+      __device__ void Load(uint32_t smem, uint32_t bar, int row) const {
 #pragma unroll
-    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
-      ptx::TmaLoad2d(smem + m64 * 8192, source.map, bar, source.column + m64 * 64, row);
+        for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+          ptx::TmaLoad2d(smem + m64 * 8192, map, bar, column + m64 * 64, row);
+        }
+      }
+    };
+    static __device__ Source SourceOf(const Args& args, const CallContext&, const Coords& coords,
+                                      int) {
+      return Source{&args.x, coords.k0};
     }
-  }
-  static __device__ Rhs RhsOf(const Args& args, const Coords& coords, int) {
-    return Rhs{&args.dy, coords.n0};
-  }
+    static __device__ int32_t ABytes(const Args&, const Coords&) { return Config::kABytes; }
+    static __device__ void PrefetchMaps(const Args& args) {
+      ptx::PrefetchTensorMap(&args.x);
+      ptx::PrefetchTensorMap(&args.dy);
+    }
+  };
 
-  // Zeros for groups without rows.
-  static __device__ void Send(const Args& args, const CallContext&, const GemmSmem<Config>&) {
-    const GroupedRows& groups = args.groups;
-    const int64_t bytes = int64_t{args.k} * args.n * (args.out_f32 ? 4 : 2);
-    const int64_t sum = ForEachGroup(groups.group_sizes, groups.groups, groups.rows,
-                                     [&](int32_t first, bool is_group, GroupRows rows) {
-                                       uint32_t empty = __ballot_sync(
-                                           0xffffffff, is_group && rows.begin == rows.end);
-                                       for (; empty != 0; empty &= empty - 1) {
-                                         const int64_t group = first + __ffs(empty) - 1;
-                                         ZeroFill(args.dw_data, group * bytes, (group + 1) * bytes);
-                                       }
-                                     });
-    CheckSizes(groups, sum);
-  }
-
-  template <typename AwaitPartials>
-  static __device__ void Epilogue(const Args& args, const CallContext&,
+  struct Epilogue : EveryM64 {
+    template <typename AwaitPartials>
+    static __device__ void Finish(const Args& args, const CallContext&,
                                   StagingWriter<Config>& staging, Slices<Config>& acc,
                                   int32_t row_block, Tile tile, AwaitPartials&&) {
 #pragma unroll
-    for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
-      const int32_t row0 = FirstRowOf(row_block, staging.M64At(i));
-      if (row0 >= args.k) continue;
-      if (args.out_f32) {
-        const int64_t n = args.n, first = int64_t{tile.n / args.tiles_n} * args.k;
-        StoreM64F32<Config::kTileN>(acc[i], args.dw_data, FirstColumnOf(args, tile), n, [&](int r) {
-          return row0 + r < args.k ? (first + row0 + r) * n : -1;
-        });
-        continue;
-      }
-      StageM64<T, Config::kTileN>(acc[i], staging.Acquire());
-      staging.Publish();
-    }
-  }
-
-  static __device__ void Store(const Args& args, const CallContext&, StagingReader<Config>& staging,
-                               int32_t row_block, Tile tile) {
-    if (args.out_f32) return;
-    using S = Staged<Config::kTileN>;
-    const int32_t n0 = FirstColumnOf(args, tile);
-#pragma unroll
-    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
-      const int32_t row0 = FirstRowOf(row_block, m64);
-      if (row0 >= args.k) continue;
-      const StagedM64 staged = staging.Acquire(m64);
-#pragma unroll
-      for (int box = 0; box < Config::kTileN / S::kColumns; ++box) {
-        const int32_t column = n0 + box * S::kColumns;
-        if (column < args.n) {
-          ptx::TmaStore3d(&args.dw, S::Box(staged, box), column, row0, tile.n / args.tiles_n);
+      for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
+        const int32_t row0 = FirstRowOf(row_block, staging.M64At(i));
+        if (row0 >= args.k) continue;
+        if (args.out_f32) {
+          const int64_t n = args.n, first = int64_t{tile.n / args.tiles_n} * args.k;
+          StoreM64F32<Config::kTileN>(
+              acc[i], args.dw_data, FirstColumnOf(args, tile), n,
+              [&](int r) { return row0 + r < args.k ? (first + row0 + r) * n : -1; });
+          continue;
         }
+        StageM64<T, Config::kTileN>(acc[i], staging.Acquire());
+        staging.Publish();
       }
-      ptx::BulkCommit();
-      staging.Release(m64);
     }
-  }
+
+    static __device__ void Store(const Args& args, const CallContext&,
+                                 StagingReader<Config>& staging, int32_t row_block, Tile tile) {
+      if (args.out_f32) return;
+      using S = Staged<Config::kTileN>;
+      const int32_t n0 = FirstColumnOf(args, tile);
+#pragma unroll
+      for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+        const int32_t row0 = FirstRowOf(row_block, m64);
+        if (row0 >= args.k) continue;
+        const StagedM64 staged = staging.Acquire(m64);
+#pragma unroll
+        for (int box = 0; box < Config::kTileN / S::kColumns; ++box) {
+          const int32_t column = n0 + box * S::kColumns;
+          if (column < args.n) {
+            ptx::TmaStore3d(&args.dw, S::Box(staged, box), column, row0, tile.n / args.tiles_n);
+          }
+        }
+        ptx::BulkCommit();
+        staging.Release(m64);
+      }
+    }
+  };
+
+  struct Exchange : NoExchange {
+    // Zeros for groups without rows.
+    static __device__ void Send(const Args& args, const CallContext&, const GemmSmem<Config>&) {
+      const GroupedRows& groups = args.groups;
+      const int64_t bytes = int64_t{args.k} * args.n * (args.out_f32 ? 4 : 2);
+      const int64_t sum = ForEachGroup(
+          groups.group_sizes, groups.groups, groups.rows,
+          [&](int32_t first, bool is_group, GroupRows rows) {
+            uint32_t empty = __ballot_sync(0xffffffff, is_group && rows.begin == rows.end);
+            for (; empty != 0; empty &= empty - 1) {
+              const int64_t group = first + __ffs(empty) - 1;
+              ZeroFill(args.dw_data, group * bytes, (group + 1) * bytes);
+            }
+          });
+      CheckSizes(groups, sum);
+    }
+  };
 };
 
 JFLUX_GEMM_KERNEL(GroupedMatmulDw);

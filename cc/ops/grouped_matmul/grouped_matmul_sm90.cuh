@@ -101,10 +101,6 @@ struct GroupedMatmulSm90 {
   using Config = Config_;
   using Args = GroupedMatmulArgs;
   using T = typename Config::T;
-  static constexpr bool kLocal = true, kGroups = true, kGathersRows = false, kStackedRhs = true,
-                        kRaggedK = false, kSumsRows = false;
-  static constexpr bool kStaticFirstTile = false, kWaitsForRows = false, kReceives = false,
-                        kAddsPartials = false;
   static constexpr int kHalf = Config::kTileN / 2;
 
   // The first row of a CTA's tile. A row block is the cluster tile's first row, and the CTA.
@@ -116,20 +112,15 @@ struct GroupedMatmulSm90 {
   static __device__ int32_t FirstColumnOf(const Args& args, Tile tile) {
     return tile.n % args.tiles.tiles_n * (args.gated ? kHalf : Config::kTileN);
   }
-  static __device__ bool HasRows(int32_t row_block, Tile tile, int m64) {
-    return RowsOf(RowOf(row_block) + m64 * 64, tile) > 0;
-  }
   // The rows of an m64 block that belong to the tile's group: none if not positive.
   static __device__ int32_t RowsOf(int32_t row0, Tile tile) { return Min(64, tile.split - row0); }
 
-  struct alignas(16) Coords {
-    int32_t n0, group, row, end;
-  };
-  struct Groups {
+  struct Schedule : Rounds {
     GroupTable<Config> table;
-    __device__ Groups(const Args& args, const GemmSmem<Config>& smem, bool leads)
+    __device__ Schedule(const Args& args, const GemmSmem<Config>& smem, bool leads)
         : table(smem, args.groups.group_sizes, args.groups.groups, args.groups.rows, leads,
                 [&](int32_t rows) { return args.tiles.Count(rows); }) {}
+    __device__ int32_t group() const { return table.group(); }
     __device__ bool Find(int32_t t) { return table.Find(t); }
     __device__ Tile At(const Args& args, int32_t t) const {
       const int32_t first = table.FirstRow(), end = table.EndRow();
@@ -137,153 +128,172 @@ struct GroupedMatmulSm90 {
       return Tile{first + tile.m * args.tiles.tile_rows,
                   table.group() * args.tiles.tiles_n + tile.n, end};
     }
-    __device__ Coords CoordsOf(const Args& args, int32_t row_block, Tile tile) const {
-      return Coords{FirstColumnOf(args, tile), table.group(), RowOf(row_block), tile.split};
+  };
+  struct alignas(16) Coords {
+    int32_t n0, group, row, end;
+  };
+  template <typename LoadsOfA>
+  struct StackOperands : LoadsOfA {
+    using Coords = typename GroupedMatmulSm90::Coords;
+    template <typename Schedule>
+    static __device__ Coords CoordsOf(const Args& args, const Schedule& schedule, int32_t row_block,
+                                      Tile tile) {
+      return Coords{FirstColumnOf(args, tile), schedule.group(), RowOf(row_block), tile.split};
+    }
+    static __device__ KRange KOf(const Args& args, Tile, const Coords&, int) {
+      return KRange{0, args.k};
+    }
+
+    static __device__ StackedRhs RhsOf(const Args& args, const Coords& coords, int) {
+      return StackedRhs{
+          {&args.w[0], coords.n0, Config::kTwoWeights && args.gated ? &args.w[1] : nullptr},
+          coords.group};
     }
   };
-  static __device__ int TermsOf(const Args&) { return 1; }
-  static __device__ KRange KOf(const Args& args, const Coords&) { return KRange{0, args.k}; }
-
-  static __device__ void PrefetchMaps(const Args& args) {
-    ptx::PrefetchTensorMap(&args.x);
-    ptx::PrefetchTensorMap(&args.w[0]);
-  }
-
-  // Boxes of A that have rows of the group; one if none has.
-  static __device__ int32_t BoxesOf(const Args& args, const Coords& coords) {
-    return args.box_rows == 64 && coords.end - coords.row > 64 ? 2 : 1;
-  }
-  static __device__ int32_t ABytes(const Args& args, const Coords& coords) {
-    return BoxesOf(args, coords) * args.box_bytes;
-  }
-  struct Source {
-    const CUtensorMap* map;
-    int32_t row, boxes;
-  };
-  static __device__ Source SourceOf(const Args& args, const CallContext&, const Coords& coords,
-                                    int) {
-    return Source{&args.x, coords.row, BoxesOf(args, coords)};
-  }
-  static __device__ void LoadA(const Source& source, uint32_t smem, uint32_t bar, int k0) {
-    ptx::TmaLoad2d(smem, source.map, bar, k0, source.row);
-    if (source.boxes == 2) ptx::TmaLoad2d(smem + 8192, source.map, bar, k0, source.row + 64);
-  }
-  static __device__ Rhs RhsOf(const Args& args, const Coords& coords, int) {
-    return Rhs{&args.w[0], coords.n0, Config::kTwoWeights && args.gated ? &args.w[1] : nullptr,
-               coords.group};
-  }
-
-  // Zeros past the last group.
-  static __device__ void Send(const Args& args, const CallContext&, const GemmSmem<Config>&) {
-    const GroupedRows& groups = args.groups;
-    const int64_t sum = ForEachGroup(groups.group_sizes, groups.groups, groups.rows,
-                                     [](int32_t, bool, GroupRows) {});
-    CheckSizes(groups, sum);
-    const int64_t row_bytes = int64_t{args.n} * (args.out_f32 ? 4 : 2);
-    const int64_t first = Min<int64_t>(sum, groups.rows);
-    const auto fill = [&](void* data) {
-      if (data != nullptr) ZeroFill(data, first * row_bytes, groups.rows * row_bytes);
+  struct Operands : StackOperands<BoxesOfA> {
+    // Boxes of A that have rows of the group; one if none has.
+    static __device__ int32_t BoxesOf(const Args& args, const Coords& coords) {
+      return args.box_rows == 64 && coords.end - coords.row > 64 ? 2 : 1;
+    }
+    static __device__ int32_t ABytes(const Args& args, const Coords& coords) {
+      return BoxesOf(args, coords) * args.box_bytes;
+    }
+    struct Source {
+      const CUtensorMap* map;
+      int32_t row, boxes;
+      __device__ void Load(uint32_t smem, uint32_t bar, int k0) const {
+        ptx::TmaLoad2d(smem, map, bar, k0, row);
+        if (boxes == 2) ptx::TmaLoad2d(smem + 8192, map, bar, k0, row + 64);
+      }
     };
-    fill(args.y_data);
-    fill(args.sums_data[0]);
-    fill(args.sums_data[1]);
-  }
+    static __device__ Source SourceOf(const Args& args, const CallContext&, const Coords& coords,
+                                      int) {
+      return Source{&args.x, coords.row, BoxesOf(args, coords)};
+    }
+    static __device__ void PrefetchMaps(const Args& args) {
+      ptx::PrefetchTensorMap(&args.x);
+      ptx::PrefetchTensorMap(&args.w[0]);
+    }
+  };
 
-  template <typename AwaitPartials>
-  static __device__ void Epilogue(const Args& args, const CallContext&,
+  struct Epilogue {
+    static __device__ bool Needs(int32_t row_block, Tile tile, int m64) {
+      return RowsOf(RowOf(row_block) + m64 * 64, tile) > 0;
+    }
+    template <typename AwaitPartials>
+    static __device__ void Finish(const Args& args, const CallContext&,
                                   StagingWriter<Config>& staging, Slices<Config>& acc,
                                   int32_t row_block, Tile tile, AwaitPartials&&) {
-    const int32_t n0 = FirstColumnOf(args, tile);
+      const int32_t n0 = FirstColumnOf(args, tile);
 #pragma unroll
-    for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
-      const int32_t row0 = RowOf(row_block) + staging.M64At(i) * 64;
-      const int32_t rows = RowsOf(row0, tile);
-      if (rows > 0) FinishM64(args, staging, acc[i], row0, rows, n0);
+      for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
+        const int32_t row0 = RowOf(row_block) + staging.M64At(i) * 64;
+        const int32_t rows = RowsOf(row0, tile);
+        if (rows > 0) FinishM64(args, staging, acc[i], row0, rows, n0);
+      }
     }
-  }
 
-  static __device__ void FinishM64(const Args& args, StagingWriter<Config>& staging,
-                                   float (&acc)[Config::kSliceAccumulators], int32_t row0,
-                                   int32_t rows, int32_t n0) {
-    if constexpr (Config::kTwoWeights) {
-      if (args.gated) {
-        if (args.sums_data[0] != nullptr) {
-          Write<kHalf, 0>(args, staging, acc, args.sums_data[0], row0, rows, n0);
-          Write<kHalf, kHalf>(args, staging, acc, args.sums_data[1], row0, rows, n0);
-        }
-        Activate<kHalf>(acc, args.activation);
+    static __device__ void FinishM64(const Args& args, StagingWriter<Config>& staging,
+                                     float (&acc)[Config::kSliceAccumulators], int32_t row0,
+                                     int32_t rows, int32_t n0) {
+      if constexpr (Config::kTwoWeights) {
+        if (args.gated) {
+          if (args.sums_data[0] != nullptr) {
+            Write<kHalf, 0>(args, staging, acc, args.sums_data[0], row0, rows, n0);
+            Write<kHalf, kHalf>(args, staging, acc, args.sums_data[1], row0, rows, n0);
+          }
+          Activate<kHalf>(acc, args.activation);
 #pragma unroll
-        for (int i = 0; i < kHalf / 2; ++i) acc[i] *= acc[kHalf / 2 + i];
-        ScaleRows<kHalf>(args, acc, row0, rows);
-        Write<kHalf, 0>(args, staging, acc, args.y_data, row0, rows, n0);
+          for (int i = 0; i < kHalf / 2; ++i) acc[i] *= acc[kHalf / 2 + i];
+          ScaleRows<kHalf>(args, acc, row0, rows);
+          Write<kHalf, 0>(args, staging, acc, args.y_data, row0, rows, n0);
+          return;
+        }
+      }
+      if (args.sums_data[0] != nullptr) {
+        Write<Config::kTileN, 0>(args, staging, acc, args.sums_data[0], row0, rows, n0);
+      }
+      Activate<Config::kTileN>(acc, args.activation);
+      ScaleRows<Config::kTileN>(args, acc, row0, rows);
+      Write<Config::kTileN, 0>(args, staging, acc, args.y_data, row0, rows, n0);
+    }
+
+    template <int kColumns>
+    static __device__ void ScaleRows(const Args& args, float (&acc)[Config::kSliceAccumulators],
+                                     int32_t row0, int32_t rows) {
+      if (args.row_scale == nullptr) return;
+      const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;  // and row + 8
+      const float low = row < rows ? __ldg(args.row_scale + row0 + row) : 0.0f;
+      const float high = row + 8 < rows ? __ldg(args.row_scale + row0 + row + 8) : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; ++i) acc[i] *= i % 4 < 2 ? low : high;
+    }
+
+    // Writes kColumns columns of the accumulators, from kFirst on, to `data` [M, n] at (row0, n0).
+    // TMA stores 64 rows, so it cannot store the last ones of a group.
+    template <int kColumns, int kFirst>
+    static __device__ void Write(const Args& args, StagingWriter<Config>& staging,
+                                 const float (&acc)[Config::kSliceAccumulators], void* data,
+                                 int32_t row0, int32_t rows, int32_t n0) {
+      const int64_t n = args.n;
+      const auto row_of = [&](int r) { return r < rows ? (row0 + r) * n : -1; };
+      if (args.out_f32) {
+        StoreM64F32<kColumns, kFirst>(acc, data, n0, n, row_of);
         return;
       }
-    }
-    if (args.sums_data[0] != nullptr) {
-      Write<Config::kTileN, 0>(args, staging, acc, args.sums_data[0], row0, rows, n0);
-    }
-    Activate<Config::kTileN>(acc, args.activation);
-    ScaleRows<Config::kTileN>(args, acc, row0, rows);
-    Write<Config::kTileN, 0>(args, staging, acc, args.y_data, row0, rows, n0);
-  }
-
-  template <int kColumns>
-  static __device__ void ScaleRows(const Args& args, float (&acc)[Config::kSliceAccumulators],
-                                   int32_t row0, int32_t rows) {
-    if (args.row_scale == nullptr) return;
-    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;  // and row + 8
-    const float low = row < rows ? __ldg(args.row_scale + row0 + row) : 0.0f;
-    const float high = row + 8 < rows ? __ldg(args.row_scale + row0 + row + 8) : 0.0f;
-#pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) acc[i] *= i % 4 < 2 ? low : high;
-  }
-
-  // Writes kColumns columns of the accumulators, from kFirst on, to `data` [M, n] at (row0, n0).
-  // TMA stores 64 rows, so it cannot store the last ones of a group.
-  template <int kColumns, int kFirst>
-  static __device__ void Write(const Args& args, StagingWriter<Config>& staging,
-                               const float (&acc)[Config::kSliceAccumulators], void* data,
-                               int32_t row0, int32_t rows, int32_t n0) {
-    const int64_t n = args.n;
-    const auto row_of = [&](int r) { return r < rows ? (row0 + r) * n : -1; };
-    if (args.out_f32) {
-      StoreM64F32<kColumns, kFirst>(acc, data, n0, n, row_of);
-      return;
-    }
-    const StagedM64 staged = staging.Acquire();
-    StageM64<T, kColumns, kFirst>(acc, staged);
-    if (rows == 64) {
-      staging.Publish();
-    } else {
-      ScatterStagedRows<T, kColumns>(staged, 1 + staging.consumer, data, n0, n, row_of);
-    }
-  }
-
-  static __device__ void Store(const Args& args, const CallContext&, StagingReader<Config>& staging,
-                               int32_t row_block, Tile tile) {
-    if (args.out_f32) return;
-    const int32_t n0 = FirstColumnOf(args, tile);
-#pragma unroll
-    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
-      const int32_t row0 = RowOf(row_block) + m64 * 64;
-      if (RowsOf(row0, tile) != 64) continue;
-      const auto store = [&](const CUtensorMap* map) {
-        const StagedM64 staged = staging.Acquire(m64);
-        if (Config::kTwoWeights && args.gated) {
-          StoreStagedM64<kHalf>(staged, map, row0, n0, args.n);
-        } else {
-          StoreStagedM64<Config::kTileN>(staged, map, row0, n0, args.n);
-        }
-        ptx::BulkCommit();
-        staging.Release(m64);
-      };
-      if (args.sums_data[0] != nullptr) {
-        store(&args.sums[0]);
-        if (Config::kTwoWeights && args.gated) store(&args.sums[1]);
+      const StagedM64 staged = staging.Acquire();
+      StageM64<T, kColumns, kFirst>(acc, staged);
+      if (rows == 64) {
+        staging.Publish();
+      } else {
+        ScatterStagedRows<T, kColumns>(staged, 1 + staging.consumer, data, n0, n, row_of);
       }
-      store(&args.y);
     }
-  }
+
+    static __device__ void Store(const Args& args, const CallContext&,
+                                 StagingReader<Config>& staging, int32_t row_block, Tile tile) {
+      if (args.out_f32) return;
+      const int32_t n0 = FirstColumnOf(args, tile);
+#pragma unroll
+      for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+        const int32_t row0 = RowOf(row_block) + m64 * 64;
+        if (RowsOf(row0, tile) != 64) continue;
+        const auto store = [&](const CUtensorMap* map) {
+          const StagedM64 staged = staging.Acquire(m64);
+          if (Config::kTwoWeights && args.gated) {
+            StoreStagedM64<kHalf>(staged, map, row0, n0, args.n);
+          } else {
+            StoreStagedM64<Config::kTileN>(staged, map, row0, n0, args.n);
+          }
+          ptx::BulkCommit();
+          staging.Release(m64);
+        };
+        if (args.sums_data[0] != nullptr) {
+          store(&args.sums[0]);
+          if (Config::kTwoWeights && args.gated) store(&args.sums[1]);
+        }
+        store(&args.y);
+      }
+    }
+  };
+
+  struct Exchange : NoExchange {
+    // Zeros past the last group.
+    static __device__ void Send(const Args& args, const CallContext&, const GemmSmem<Config>&) {
+      const GroupedRows& groups = args.groups;
+      const int64_t sum = ForEachGroup(groups.group_sizes, groups.groups, groups.rows,
+                                       [](int32_t, bool, GroupRows) {});
+      CheckSizes(groups, sum);
+      const int64_t row_bytes = int64_t{args.n} * (args.out_f32 ? 4 : 2);
+      const int64_t first = Min<int64_t>(sum, groups.rows);
+      const auto fill = [&](void* data) {
+        if (data != nullptr) ZeroFill(data, first * row_bytes, groups.rows * row_bytes);
+      };
+      fill(args.y_data);
+      fill(args.sums_data[0]);
+      fill(args.sums_data[1]);
+    }
+  };
 };
 
 JFLUX_GEMM_KERNEL(GroupedMatmul);

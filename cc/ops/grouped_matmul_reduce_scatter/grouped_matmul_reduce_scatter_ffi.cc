@@ -147,6 +147,8 @@ const Op kGroupedMatmulReduceScatterOp = {kGroupedMatmulReduceScatterId,
                                           "grouped_matmul_reduce_scatter",
                                           OnCpu<CallOnCpu>,
                                           JFLUX_IF_CUDA(OnCuda<CallOnCuda>),
+                                          kCpuFormats,
+                                          kGroupedFormats,
                                           PlanGroupedMatmulReduceScatter,
                                           /*most_splits=*/1,
                                           kConstants};

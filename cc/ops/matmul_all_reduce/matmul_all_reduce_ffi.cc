@@ -16,9 +16,10 @@ bool PlanMatmulAllReduce(CallReader& reader, const Machine& machine, Fields* pla
     *plan = CpuPlan(MatmulAllReduceCpuWorkspace(p).TotalBytes());
     return true;
   }
-  if (!IsPlannable(call, FitsKernel(p), kWhatFitsAllReduce, why_not)) return false;
-  const GemmChoice wanted = call.given.value_or(ChooseAllReduce(
-      p.scatter.rows.world, p.scatter.rows.inner, call.n, call.k, machine, call.transpose_rhs));
+  if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine)), why_not)) return false;
+  const GemmChoice wanted =
+      call.given.value_or(ChooseAllReduce(p.scatter.rows.world, p.scatter.rows.inner, call.n,
+                                          call.k, call.dtype, machine, call.transpose_rhs));
   const GemmChoice choice = Possible(p, wanted);
   *plan = ProductPlan{choice, AllReduceSenders(p, machine),
                       MatmulAllReduceWorkspace(p, choice).TotalBytes()}
@@ -61,7 +62,9 @@ struct CallOnCuda : PlannedCall<kMatmulAllReduceId, LaunchMatmulAllReduce> {
   std::string Read(const ProductAttributes& a, ffi::AnyBuffer x, ffi::AnyBuffer w,
                    ffi::RemainingArgs residual, ffi::Result<ffi::AnyBuffer> y) {
     if (!ReadOperands(a, this, x, w, residual, *y)) return kDoNotFit;
-    return ReadPlan(a) && FitsKernel(p) && plan.choice == Possible(p, plan.choice) ? "" : kNoKernel;
+    return ReadPlan(a) && WhyNoKernel(p).empty() && plan.choice == Possible(p, plan.choice)
+               ? ""
+               : kNoKernel;
   }
   int64_t WorkspaceBytes() const { return MatmulAllReduceWorkspace(p, plan.choice).TotalBytes(); }
 };
@@ -70,7 +73,9 @@ struct CallOnCuda : PlannedCall<kMatmulAllReduceId, LaunchMatmulAllReduce> {
 
 // Listed in cc/ops/registry.cc.
 extern const Op kMatmulAllReduceOp;
-const Op kMatmulAllReduceOp = {kMatmulAllReduceId, "matmul_all_reduce", OnCpu<CallOnCpu>,
-                               JFLUX_IF_CUDA(OnCuda<CallOnCuda>), PlanMatmulAllReduce};
+const Op kMatmulAllReduceOp = {kMatmulAllReduceId, "matmul_all_reduce",
+                               OnCpu<CallOnCpu>,   JFLUX_IF_CUDA(OnCuda<CallOnCuda>),
+                               kCpuFormats,        kMatmulAllReduceFormats,
+                               PlanMatmulAllReduce};
 
 }  // namespace jflux

@@ -58,128 +58,133 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
                                  args.finished.SlotOffset(src, tile) + m64 * Config::kStagingBytes);
   }
 
-  static __device__ void Store(const Args& args, const CallContext& call,
-                               StagingReader<Config>& staging, int32_t row_block, Tile tile) {
-    const int rank = args.view.rank;
-    if (!Base::IsOwner(args, Base::RowsOf(args, row_block, 0))) {
-      return Base::Store(args, call, staging, row_block, tile);
-    }
-    const Tile local_tile{row_block, tile.n};
-    const SendSemaphore semaphore = SemaphoreOf(args);
-    uint64_t start = 0;
-#pragma unroll
-    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
-      const StagedM64 staged = staging.Acquire(m64);
-      StoreStagedM64<Config::kTileN>(staged, &args.y, Base::FirstLocalRow(args, row_block, m64),
-                                     static_cast<int64_t>(tile.n) * Config::kTileN, args.n);
-      ptx::BulkCommit();
-      if (m64 == 0) {
-        semaphore.Acquire(call, row_block, tile.n);
-        start = call.Start();
+  struct Epilogue : Base::Epilogue {
+    static __device__ void Store(const Args& args, const CallContext& call,
+                                 StagingReader<Config>& staging, int32_t row_block, Tile tile) {
+      const int rank = args.view.rank;
+      if (!Base::IsOwner(args, Base::RowsOf(args, row_block, 0))) {
+        return Base::Epilogue::Store(args, call, staging, row_block, tile);
       }
-      for (int step = 1; step < args.view.world; ++step) {
-        const int peer = SendPeer(rank, step, args.view.world);
-        semaphore.Store(FinishedM64(args, call, peer, rank, local_tile, m64),
-                        ContiguousStaging<Config>(staged), Config::kStagingBytes);
-      }
-      staging.Release(m64);
-    }
-    semaphore.Release();
-    // If a wait for partial tiles failed, this tile's sums may be wrong: no peer may take them for
-    // right. The consumers have staged the tile after that wait, so this load sees its fault.
-    const bool failed = Faulted(call.wait);
-    ptx::BulkWait<0>();
-    ptx::FenceProxyAsyncGlobal();
-    FenceRelease();  // one for all signals
-    for (int step = 1; !failed && step < args.view.world; ++step) {
-      const int peer = SendPeer(rank, step, args.view.world);
+      const Tile local_tile{row_block, tile.n};
+      const SendSemaphore semaphore = SemaphoreOf(args);
+      uint64_t start = 0;
 #pragma unroll
       for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
-        StoreRelaxed(FinishedSignal(args, call, peer, rank, local_tile, m64), call.signal);
+        const StagedM64 staged = staging.Acquire(m64);
+        StoreStagedM64<Config::kTileN>(staged, &args.y, Base::FirstLocalRow(args, row_block, m64),
+                                       static_cast<int64_t>(tile.n) * Config::kTileN, args.n);
+        ptx::BulkCommit();
+        if (m64 == 0) {
+          semaphore.Acquire(call, row_block, tile.n);
+          start = call.Start();
+        }
+        for (int step = 1; step < args.view.world; ++step) {
+          const int peer = SendPeer(rank, step, args.view.world);
+          semaphore.Store(FinishedM64(args, call, peer, rank, local_tile, m64),
+                          ContiguousStaging<Config>(staged), Config::kStagingBytes);
+        }
+        staging.Release(m64);
       }
+      semaphore.Release();
+      // If a wait for partial tiles failed, this tile's sums may be wrong: no peer may take them
+      // for right. The consumers have staged the tile after that wait, so this load sees its fault.
+      const bool failed = Faulted(call.wait);
+      ptx::BulkWait<0>();
+      ptx::FenceProxyAsyncGlobal();
+      FenceRelease();  // one for all signals
+      for (int step = 1; !failed && step < args.view.world; ++step) {
+        const int peer = SendPeer(rank, step, args.view.world);
+#pragma unroll
+        for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+          StoreRelaxed(FinishedSignal(args, call, peer, rank, local_tile, m64), call.signal);
+        }
+      }
+      call.Done(EventKind::kSend, start, rank, row_block);
     }
-    call.Done(EventKind::kSend, start, rank, row_block);
-  }
-
-  // The receiver's items are the peers' tiles, each computed by one CTA, in about the order in
-  // which they are finished. `item` is the one this scheduler warp holds; -1: none.
-  static constexpr bool kReceives = true;
-  struct Receiver {
-    BoxBuffers<Config> boxes;
-    int32_t item = -1;
   };
-  static __device__ Receiver MakeReceiver(const GemmSmem<Config>& smem) { return {{smem}}; }
 
-  // Called by all lanes. Copies one item to y if it has arrived; with `waits`, waits for it. False
-  // if it has not arrived or if there are no more. A loop that polls again and again costs the
-  // product 10 % (docs/internals/gemm.md).
-  static __device__ bool Receive(const Args& args, const CallContext& call, Receiver& receiver,
-                                 bool waits) {
-    const int lane = threadIdx.x % 32, peers = args.view.world - 1;
-    const int items = args.rank_row_blocks * args.tiles_n * peers;
-    if (receiver.item < 0) {
-      receiver.item = __shfl_sync(0xffffffff, lane == 0 ? TakeTransfer(args) : 0, 0);
-    }
-    if (receiver.item >= items) return false;
-    const int i = receiver.item / peers, step = receiver.item - i * peers + 1;
-    const int src = (args.view.rank + step) % args.view.world;
-    const Tile place = GroupedTile(i, args.rank_row_blocks, args.tiles_n, args.group_m);
-    const Tile tile{src * args.rank_row_blocks + place.m, place.n};
-    bool has_arrived = true;
-    if (lane < Config::kM64Blocks) {
-      const Signal* signal = FinishedSignal(args, call, args.view.rank, src, tile, lane);
-      if (waits) {
-        AwaitPeer(call, signal, src, args.layout.SlotOf(src, tile));
-      } else {
-        has_arrived = HasArrived(call, signal);
+  struct Exchange : Base::Exchange {
+    // The receiver's items are the peers' tiles, each computed by one CTA, in about the order in
+    // which they are finished. `item` is the one this scheduler warp holds; -1: none.
+    struct Receiver {
+      BoxBuffers<Config> boxes;
+      int32_t item = -1;
+
+      __device__ explicit Receiver(const GemmSmem<Config>& smem) : boxes{smem} {}
+      template <typename IsOver>
+      __device__ void ReceiveUntil(const Args& args, const CallContext& call, IsOver&& is_over) {
+        while (!is_over() && Receive(args, call, /*waits=*/false)) {
+        }
       }
-      if (has_arrived) ptx::FenceProxyAsyncGlobal();  // bulk copies read the tile
-    }
-    if (!__all_sync(0xffffffff, has_arrived)) return false;
-    __syncwarp();
-    const uint64_t start = call.Start();
-    if (ptx::ElectOne()) {
-      Copy(args, call, receiver.boxes, src, tile);
-      call.Done(EventKind::kCopy, start, src, tile.m);
-    }
-    __syncwarp();
-    receiver.item = -1;
-    return true;
-  }
+      __device__ void ReceiveRest(const Args& args, const CallContext& call) {
+        while (Receive(args, call, /*waits=*/true)) {
+        }
+        if (ptx::ElectOne()) ptx::BulkWait<0>();
+        __syncwarp();
+      }
 
-  static __device__ void Copy(const Args& args, const CallContext& call, BoxBuffers<Config>& boxes,
-                              int src, Tile tile) {
-    const auto n0 = tile.n * Config::kTileN;
-    const int columns = Min(static_cast<int>(args.n) - n0, Config::kTileN);
-    const int boxes_per_m64 = CeilDiv(columns, Box::kColumns),
-              count = Config::kM64Blocks * boxes_per_m64;
-    const auto load = [&](int i) {
-      const int m64 = i / boxes_per_m64, box = i - m64 * boxes_per_m64;
-      boxes.Load(i % BoxBuffers<Config>::kCount,
-                 FinishedM64(args, call, args.view.rank, src, tile, m64) + box * Box::kBoxBytes,
-                 Box::kBoxBytes);
+     private:
+      // Called by all lanes. Copies one item to y if it has arrived; with `waits`, waits for it.
+      // False if it has not arrived or if there are no more. A loop that polls again and again
+      // costs the product 10 % (docs/internals/gemm.md).
+      __device__ bool Receive(const Args& args, const CallContext& call, bool waits) {
+        const int lane = threadIdx.x % 32, peers = args.view.world - 1;
+        const int items = args.rank_row_blocks * args.tiles_n * peers;
+        if (item < 0) {
+          item = __shfl_sync(0xffffffff, lane == 0 ? TakeTransfer(args) : 0, 0);
+        }
+        if (item >= items) return false;
+        const int i = item / peers, step = item - i * peers + 1;
+        const int src = (args.view.rank + step) % args.view.world;
+        const Tile place = GroupedTile(i, args.rank_row_blocks, args.tiles_n, args.group_m);
+        const Tile tile{src * args.rank_row_blocks + place.m, place.n};
+        bool has_arrived = true;
+        if (lane < Config::kM64Blocks) {
+          const Signal* signal = FinishedSignal(args, call, args.view.rank, src, tile, lane);
+          if (waits) {
+            AwaitPeer(call, signal, src, args.layout.SlotOf(src, tile));
+          } else {
+            has_arrived = HasArrived(call, signal);
+          }
+          if (has_arrived) ptx::FenceProxyAsyncGlobal();  // bulk copies read the tile
+        }
+        if (!__all_sync(0xffffffff, has_arrived)) return false;
+        __syncwarp();
+        const uint64_t start = call.Start();
+        if (ptx::ElectOne()) {
+          Copy(args, call, src, tile);
+          call.Done(EventKind::kCopy, start, src, tile.m);
+        }
+        __syncwarp();
+        item = -1;
+        return true;
+      }
+
+      __device__ void Copy(const Args& args, const CallContext& call, int src, Tile tile) {
+        const auto n0 = tile.n * Config::kTileN;
+        const int columns = Min(static_cast<int>(args.n) - n0, Config::kTileN);
+        const int boxes_per_m64 = CeilDiv(columns, Box::kColumns),
+                  count = Config::kM64Blocks * boxes_per_m64;
+        const auto load = [&](int i) {
+          const int m64 = i / boxes_per_m64, box = i - m64 * boxes_per_m64;
+          boxes.Load(i % BoxBuffers<Config>::kCount,
+                     FinishedM64(args, call, args.view.rank, src, tile, m64) + box * Box::kBoxBytes,
+                     Box::kBoxBytes);
+        };
+        ptx::BulkWaitRead<0>();  // the previous tile's boxes
+        for (int i = 0; i < Min(count, BoxBuffers<Config>::kCount); ++i) load(i);
+        for (int i = 0; i < count; ++i) {
+          const int m64 = i / boxes_per_m64, box = i - m64 * boxes_per_m64;
+          ptx::TmaStore2d(&args.all, boxes.Await(i % BoxBuffers<Config>::kCount),
+                          n0 + box * Box::kColumns, tile.m * Config::kTileM + m64 * 64);
+          ptx::BulkCommit();
+          if (i + BoxBuffers<Config>::kCount >= count) continue;
+          ptx::BulkWaitRead<0>();
+          load(i + BoxBuffers<Config>::kCount);
+        }
+      }
     };
-    ptx::BulkWaitRead<0>();  // the previous tile's boxes
-    for (int i = 0; i < Min(count, BoxBuffers<Config>::kCount); ++i) load(i);
-    for (int i = 0; i < count; ++i) {
-      const int m64 = i / boxes_per_m64, box = i - m64 * boxes_per_m64;
-      ptx::TmaStore2d(&args.all, boxes.Await(i % BoxBuffers<Config>::kCount),
-                      n0 + box * Box::kColumns, tile.m * Config::kTileM + m64 * 64);
-      ptx::BulkCommit();
-      if (i + BoxBuffers<Config>::kCount >= count) continue;
-      ptx::BulkWaitRead<0>();
-      load(i + BoxBuffers<Config>::kCount);
-    }
-  }
-
-  // Called by all lanes, after the last tile.
-  static __device__ void ReceiveRest(const Args& args, const CallContext& call,
-                                     Receiver& receiver) {
-    while (Receive(args, call, receiver, /*waits=*/true)) {
-    }
-    if (ptx::ElectOne()) ptx::BulkWait<0>();
-    __syncwarp();
-  }
+  };
 };
 
 JFLUX_GEMM_KERNEL(MatmulAllReduce);
@@ -214,45 +219,42 @@ struct FewRowsSm90 {
   using Config = Config_;
   using Args = FewRowsArgs;
   using T = typename Config::T;
-  static constexpr bool kLocal = false, kGroups = false, kGathersRows = false, kStackedRhs = false,
-                        kRaggedK = false;
   using F = Fragments<Config>;
 
-  static __device__ Tile TileAt(const Args&, int32_t t) { return Tile{0, t}; }
-  static __device__ int TermsOf(const Args&) { return 1; }
-  static __device__ KRange KOf(const Args& args, Tile tile, int) {
-    return SplitOfK<Config>(args.k, tile.split);
-  }
-
-  struct alignas(16) Coords {
-    int32_t n0;  // the column in w
+  struct Schedule : OrderedTiles<Counted> {
+    using OrderedTiles::OrderedTiles;
+    __device__ Tile At(const Args&, int32_t t) const { return Tile{0, t}; }
   };
-  static __device__ Coords CoordsOf(const Args&, int32_t, Tile tile) {
-    return Coords{tile.n * Config::kTileN};
-  }
-  static __device__ Rhs RhsOf(const Args& args, const Coords& coords, int) {
-    return Rhs{&args.w, coords.n0};
-  }
-  static __device__ const CUtensorMap* SourceOf(const Args& args, const CallContext&, const Coords&,
-                                                int) {
-    return &args.x;
-  }
-  static __device__ void LoadA(const CUtensorMap* x, uint32_t smem, uint32_t bar, int k0) {
-    ptx::TmaLoad2d(smem, x, bar, k0, 0);
-  }
-  static __device__ void PrefetchMaps(const Args& args) {
-    ptx::PrefetchTensorMap(&args.w);
-    ptx::PrefetchTensorMap(&args.x);
-  }
 
-  static constexpr bool kWaitsForRows = false;
-  static constexpr bool kStaticFirstTile = false;
-  static constexpr bool kReceives = false;
-  static __device__ void Send(const Args&, const CallContext&, const GemmSmem<Config>&) {}
+  struct Operands : BoxesOfA {
+    struct alignas(16) Coords {
+      int32_t n0;  // the column in w
+    };
+    static __device__ Coords CoordsOf(const Args&, const Schedule&, int32_t, Tile tile) {
+      return Coords{tile.n * Config::kTileN};
+    }
+    static __device__ KRange KOf(const Args& args, Tile tile, const Coords&, int) {
+      return SplitOfK<Config>(args.k, tile.split);
+    }
 
-  static __device__ bool HasRows(const Args& args, int32_t, int m64) {
-    return m64 * 64 < args.rows;
-  }
+    static __device__ Rhs RhsOf(const Args& args, const Coords& coords, int) {
+      return Rhs{&args.w, coords.n0};
+    }
+    struct Source {
+      const CUtensorMap* map;
+      __device__ void Load(uint32_t smem, uint32_t bar, int k0) const {
+        ptx::TmaLoad2d(smem, map, bar, k0, 0);
+      }
+    };
+    static __device__ Source SourceOf(const Args& args, const CallContext&, const Coords&, int) {
+      return Source{&args.x};
+    }
+    static __device__ void PrefetchMaps(const Args& args) {
+      ptx::PrefetchTensorMap(&args.w);
+      ptx::PrefetchTensorMap(&args.x);
+    }
+  };
+
   static __device__ Signal* SignalOf(const Args& args, const CallContext& call, int dst, Tile tile,
                                      int m64) {
     return args.view.template At<Signal>(dst,
@@ -265,86 +267,94 @@ struct FewRowsSm90 {
                                  args.layout.M64Offset(SliceOf<Config>(tile), m64));
   }
 
-  static constexpr bool kAddsPartials = true;
-  static __device__ void WaitForPartials(const Args& args, const CallContext& call, int32_t,
-                                         Tile tile) {
-    const uint64_t start = call.Start();
-    const int m64 = threadIdx.x % 32;
-    if (m64 < Config::kM64Blocks && HasRows(args, 0, m64)) {
-      AwaitPeer(call, SignalOf(args, call, args.view.rank, tile, m64), 1 - args.view.rank,
-                SliceOf<Config>(tile));
+  struct Epilogue : EveryM64 {
+    static __device__ bool HasRows(const Args& args, int32_t, int m64) {
+      return m64 * 64 < args.rows;
     }
-    __syncwarp();
-    if (m64 == 0) call.Done(EventKind::kWaitPartials, start, 0, tile.n);
-  }
-
-  template <typename AwaitPartials>
-  static __device__ void Epilogue(const Args& args, const CallContext& call,
+    template <typename AwaitPartials>
+    static __device__ void Finish(const Args& args, const CallContext& call,
                                   StagingWriter<Config>& staging, Slices<Config>& acc, int32_t,
                                   Tile tile, AwaitPartials&& await_partials) {
 #pragma unroll
-    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
-      if (!HasRows(args, 0, m64)) continue;
-      F::template Stage<false>(acc[m64], 0, ContiguousStaging<Config>(staging.Acquire()));
-      staging.Publish();
+      for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+        if (!HasRows(args, 0, m64)) continue;
+        F::template Stage<false>(acc[m64], 0, ContiguousStaging<Config>(staging.Acquire()));
+        staging.Publish();
 #pragma unroll
-      for (int i = 0; i < Config::kSliceAccumulators; i += 2) {
-        const float2 sent = Unpack<T>(Pack<T>(acc[m64][i], acc[m64][i + 1]));
-        acc[m64][i] = sent.x;
-        acc[m64][i + 1] = sent.y;
+        for (int i = 0; i < Config::kSliceAccumulators; i += 2) {
+          const float2 sent = Unpack<T>(Pack<T>(acc[m64][i], acc[m64][i + 1]));
+          acc[m64][i] = sent.x;
+          acc[m64][i + 1] = sent.y;
+        }
+      }
+      await_partials();
+#pragma unroll
+      for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+        if (!HasRows(args, 0, m64)) continue;
+        F::template Add<false>(acc[m64], M64SlotOf(args, call, args.view.rank, tile, m64));
+        if (args.residual != nullptr) {
+          AddRows<T, Config::kSliceN>(acc[m64], args.residual, FirstColumn<Config>(tile), args.n,
+                                      [&](int r) {
+                                        const int64_t row = m64 * 64 + r;
+                                        return row < args.rows ? row * args.n : -1;
+                                      });
+        }
+        StageM64<T, Config::kSliceN>(acc[m64], staging.Acquire());
+        staging.Publish();
       }
     }
-    await_partials();
-#pragma unroll
-    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
-      if (!HasRows(args, 0, m64)) continue;
-      F::template Add<false>(acc[m64], M64SlotOf(args, call, args.view.rank, tile, m64));
-      if (args.residual != nullptr) {
-        AddRows<T, Config::kSliceN>(acc[m64], args.residual, FirstColumn<Config>(tile), args.n,
-                                    [&](int r) {
-                                      const int64_t row = m64 * 64 + r;
-                                      return row < args.rows ? row * args.n : -1;
-                                    });
-      }
-      StageM64<T, Config::kSliceN>(acc[m64], staging.Acquire());
-      staging.Publish();
-    }
-  }
 
-  // First the peer's copy, then y. TMA drops rows past y's last.
-  static __device__ void Store(const Args& args, const CallContext& call,
-                               StagingReader<Config>& staging, int32_t, Tile tile) {
-    const int peer = 1 - args.view.rank;
-    uint64_t start = 0;
+    // First the peer's copy, then y. TMA drops rows past y's last.
+    static __device__ void Store(const Args& args, const CallContext& call,
+                                 StagingReader<Config>& staging, int32_t, Tile tile) {
+      const int peer = 1 - args.view.rank;
+      uint64_t start = 0;
 #pragma unroll
-    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
-      if (!HasRows(args, 0, m64)) continue;
-      const uint32_t smem = ContiguousStaging<Config>(staging.Acquire(m64));
-      if (m64 == 0) start = call.Start();
-      ptx::BulkStore(M64SlotOf(args, call, peer, tile, m64), smem, Config::kStagingBytes);
-      ptx::BulkCommit();
-      staging.Release(m64);
-    }
-    ptx::BulkWait<0>();
-    ptx::FenceProxyAsyncGlobal();
-    FenceRelease();  // one for both signals
+      for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+        if (!HasRows(args, 0, m64)) continue;
+        const uint32_t smem = ContiguousStaging<Config>(staging.Acquire(m64));
+        if (m64 == 0) start = call.Start();
+        ptx::BulkStore(M64SlotOf(args, call, peer, tile, m64), smem, Config::kStagingBytes);
+        ptx::BulkCommit();
+        staging.Release(m64);
+      }
+      ptx::BulkWait<0>();
+      ptx::FenceProxyAsyncGlobal();
+      FenceRelease();  // one for both signals
 #pragma unroll
-    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
-      if (!HasRows(args, 0, m64)) continue;
-      StoreRelaxed(SignalOf(args, call, peer, tile, m64), call.signal);
-    }
-    call.Done(EventKind::kSend, start, peer, tile.n);
+      for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+        if (!HasRows(args, 0, m64)) continue;
+        StoreRelaxed(SignalOf(args, call, peer, tile, m64), call.signal);
+      }
+      call.Done(EventKind::kSend, start, peer, tile.n);
 #pragma unroll
-    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
-      if (!HasRows(args, 0, m64)) continue;
-      const StagedM64 staged = staging.Acquire(m64);
-      start = call.Start();
-      StoreStagedM64<Config::kSliceN>(staged, &args.y, m64 * 64, FirstColumn<Config>(tile), args.n);
-      ptx::BulkCommit();
-      staging.Release(m64);
-      call.Done(EventKind::kStore, start, 0, tile.n);
+      for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+        if (!HasRows(args, 0, m64)) continue;
+        const StagedM64 staged = staging.Acquire(m64);
+        start = call.Start();
+        StoreStagedM64<Config::kSliceN>(staged, &args.y, m64 * 64, FirstColumn<Config>(tile),
+                                        args.n);
+        ptx::BulkCommit();
+        staging.Release(m64);
+        call.Done(EventKind::kStore, start, 0, tile.n);
+      }
     }
-  }
+  };
+
+  struct Exchange : PeerExchange {
+    struct Partials {
+      static __device__ void Await(const Args& args, const CallContext& call, int32_t, Tile tile) {
+        const uint64_t start = call.Start();
+        const int m64 = threadIdx.x % 32;
+        if (m64 < Config::kM64Blocks && Epilogue::HasRows(args, 0, m64)) {
+          AwaitPeer(call, SignalOf(args, call, args.view.rank, tile, m64), 1 - args.view.rank,
+                    SliceOf<Config>(tile));
+        }
+        __syncwarp();
+        if (m64 == 0) call.Done(EventKind::kWaitPartials, start, 0, tile.n);
+      }
+    };
+  };
 };
 
 JFLUX_GEMM_KERNEL(FewRows);

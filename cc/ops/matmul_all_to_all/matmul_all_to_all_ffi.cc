@@ -19,10 +19,10 @@ bool PlanMatmulAllToAll(CallReader& reader, const Machine& machine, Fields* plan
     *plan = CpuPlan(layout.Workspace().TotalBytes());
     return true;
   }
-  if (!IsPlannable(call, FitsKernel(p), kWhatFitsAllToAll, why_not)) return false;
+  if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine)), why_not)) return false;
   const GemmChoice wanted = call.given.value_or(
-      ChooseAllToAll(p.rows.world, p.rows.PerRank(), p.n, p.k, machine, p.transpose_rhs));
-  const GemmChoice choice = FitSplits(wanted, p.rows.Total(), p.k, /*most=*/1);
+      ChooseAllToAll(p.rows.world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs));
+  const GemmChoice choice = FitSplits(wanted, p.rows.Total(), p.k * SizeOf(p.dtype), /*most=*/1);
   *plan = ProductPlan{choice, AllToAllSenders(p, choice, machine),
                       CudaLayoutOf(p, choice).Workspace().TotalBytes()}
               .AsFields();
@@ -61,7 +61,7 @@ struct CallOnCuda : PlannedCall<kMatmulAllToAllId, LaunchMatmulAllToAll> {
   std::string Read(const ShardAttributes& a, ffi::AnyBuffer x, ffi::AnyBuffer w,
                    ffi::Result<ffi::AnyBuffer> y) {
     if (!ReadOperands(a, this, x, w, *y)) return kDoNotFit;
-    return ReadPlan(a) && FitsKernel(p) && plan.choice.splits == 1 ? "" : kNoKernel;
+    return ReadPlan(a) && WhyNoKernel(p).empty() && plan.choice.splits == 1 ? "" : kNoKernel;
   }
   int64_t WorkspaceBytes() const { return CudaLayoutOf(p, plan.choice).Workspace().TotalBytes(); }
 };
@@ -70,7 +70,8 @@ struct CallOnCuda : PlannedCall<kMatmulAllToAllId, LaunchMatmulAllToAll> {
 
 // Listed in cc/ops/registry.cc.
 extern const Op kMatmulAllToAllOp;
-const Op kMatmulAllToAllOp = {kMatmulAllToAllId, "matmul_all_to_all", OnCpu<CallOnCpu>,
-                              JFLUX_IF_CUDA(OnCuda<CallOnCuda>), PlanMatmulAllToAll};
+const Op kMatmulAllToAllOp = {
+    kMatmulAllToAllId, "matmul_all_to_all",    OnCpu<CallOnCpu>,  JFLUX_IF_CUDA(OnCuda<CallOnCuda>),
+    kCpuFormats,       kMatmulAllToAllFormats, PlanMatmulAllToAll};
 
 }  // namespace jflux

@@ -55,17 +55,9 @@ struct MatmulAllToAllSm90 {
   using Config = Config_;
   using Args = MatmulAllToAllArgs;
   using T = typename Config::T;
-  static constexpr bool kLocal = false, kGroups = false, kGathersRows = false, kStackedRhs = false,
-                        kRaggedK = false;
   using Box = Staged<Config::kTileN>;
   using BoxBuffers = jflux::BoxBuffers<Config>;
 
-  // Tiles are numbered through all shards, along the dimension that is split.
-  static __device__ Tile TileAt(const Args& args, int32_t t) {
-    const ShardTile tile = ShardTileAt(t, args.grid, args.view.rank);
-    return args.split_rows ? Tile{tile.owner * args.grid.tiles_m + tile.m, tile.n}
-                           : Tile{tile.m, tile.owner * args.grid.tiles_n + tile.n};
-  }
   // The owner of a CTA's tile and its position in the shard; m counts row blocks. The second CTA of
   // a cluster may have a tile below the shard.
   static __device__ ShardTile ShardTileOf(const Args& args, int32_t row_block, int32_t tile_n) {
@@ -78,50 +70,57 @@ struct MatmulAllToAllSm90 {
     return ShardTile{owner, row_block, tile_n - owner * args.grid.tiles_n};
   }
 
-  static __device__ void PrefetchMaps(const Args& args) {
-    ptx::PrefetchTensorMap(&args.w);
-    ptx::PrefetchTensorMap(&args.x);
-  }
-
-  static constexpr bool kWaitsForRows = false;
-  static constexpr bool kStaticFirstTile = false;
-  static constexpr bool kReceives = false;
-
-  struct Source {
-    const CUtensorMap* map;
-    int32_t inner, outer, rank;
-  };
-  static __device__ int TermsOf(const Args&) { return 1; }
-  static __device__ KRange KOf(const Args& args, Tile, int) {
-    return KRange{0, static_cast<int32_t>(args.k)};
-  }
-  // Operand coordinates: the column in w; the row in x as (inner, outer, rank).
-  struct alignas(16) Coords {
-    int32_t n0, inner, outer, rank;
-  };
-  static __device__ Coords CoordsOf(const Args& args, int32_t row_block, Tile tile) {
-    const ShardTile at = ShardTileOf(args, row_block, tile.n);
-    const int32_t row = at.m * Config::kTileM, column = at.n * Config::kTileN;
-    if (!args.split_rows) {
-      return Coords{at.owner * static_cast<int32_t>(args.n) + column, row, 0, 0};
+  struct Schedule : OrderedTiles<Counted> {
+    using OrderedTiles::OrderedTiles;
+    // Tiles are numbered through all shards, along the dimension that is split.
+    __device__ Tile At(const Args& args, int32_t t) const {
+      const ShardTile tile = ShardTileAt(t, args.grid, args.view.rank);
+      return args.split_rows ? Tile{tile.owner * args.grid.tiles_m + tile.m, tile.n}
+                             : Tile{tile.m, tile.owner * args.grid.tiles_n + tile.n};
     }
-    if (args.rows.outer == 1) {
-      return Coords{column, static_cast<int32_t>(at.owner * args.rows.PerRank()) + row, 0, 0};
+  };
+
+  struct Operands : BoxesOfA {
+    // Operand coordinates: the column in w; the row in x as (inner, outer, rank).
+    struct alignas(16) Coords {
+      int32_t n0, inner, outer, rank;
+    };
+    static __device__ Coords CoordsOf(const Args& args, const Schedule&, int32_t row_block,
+                                      Tile tile) {
+      const ShardTile at = ShardTileOf(args, row_block, tile.n);
+      const int32_t row = at.m * Config::kTileM, column = at.n * Config::kTileN;
+      if (!args.split_rows) {
+        return Coords{at.owner * static_cast<int32_t>(args.n) + column, row, 0, 0};
+      }
+      if (args.rows.outer == 1) {
+        return Coords{column, static_cast<int32_t>(at.owner * args.rows.PerRank()) + row, 0, 0};
+      }
+      // The launcher guarantees that a tile lies within one outer.
+      return Coords{column, static_cast<int32_t>(Remainder(row, args.rows.inner)),
+                    static_cast<int32_t>(Quotient(row, args.rows.inner)), at.owner};
     }
-    // The launcher guarantees that a tile lies within one outer.
-    return Coords{column, static_cast<int32_t>(Remainder(row, args.rows.inner)),
-                  static_cast<int32_t>(Quotient(row, args.rows.inner)), at.owner};
-  }
-  static __device__ Rhs RhsOf(const Args& args, const Coords& coords, int) {
-    return Rhs{&args.w, coords.n0};
-  }
-  static __device__ Source SourceOf(const Args& args, const CallContext&, const Coords& coords,
-                                    int) {
-    return Source{&args.x, coords.inner, coords.outer, coords.rank};
-  }
-  static __device__ void LoadA(const Source& s, uint32_t smem, uint32_t bar, int k0) {
-    ptx::TmaLoad4d(smem, s.map, bar, k0, s.inner, s.outer, s.rank);
-  }
+    static __device__ KRange KOf(const Args& args, Tile, const Coords&, int) {
+      return KRange{0, static_cast<int32_t>(args.k)};
+    }
+    static __device__ Rhs RhsOf(const Args& args, const Coords& coords, int) {
+      return Rhs{&args.w, coords.n0};
+    }
+    struct Source {
+      const CUtensorMap* map;
+      int32_t inner, outer, rank;
+      __device__ void Load(uint32_t smem, uint32_t bar, int k0) const {
+        ptx::TmaLoad4d(smem, map, bar, k0, inner, outer, rank);
+      }
+    };
+    static __device__ Source SourceOf(const Args& args, const CallContext&, const Coords& coords,
+                                      int) {
+      return Source{&args.x, coords.inner, coords.outer, coords.rank};
+    }
+    static __device__ void PrefetchMaps(const Args& args) {
+      ptx::PrefetchTensorMap(&args.w);
+      ptx::PrefetchTensorMap(&args.x);
+    }
+  };
 
   // The part of a tile inside the shard: its rows, m64 blocks and boxes of columns, and the bytes
   // of a box.
@@ -152,63 +151,6 @@ struct MatmulAllToAllSm90 {
     return args.view.At(dst, args.workspace.DataOffset(call.epoch) + args.layout.SlotOffset(slot));
   }
 
-  static constexpr bool kAddsPartials = false;
-
-  template <typename AwaitPartials>
-  static __device__ void Epilogue(const Args& args, const CallContext&,
-                                  StagingWriter<Config>& staging, Accumulators<Config>& acc,
-                                  int32_t row_block, Tile tile, AwaitPartials&&) {
-    const int32_t m = ShardTileOf(args, row_block, tile.n).m;
-#pragma unroll
-    for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
-      if (!HasRows(args, m, staging.M64At(i))) continue;
-      StageM64<T, Config::kTileN>(acc[i], staging.Acquire());
-      staging.Publish();
-    }
-  }
-
-  static __device__ void Store(const Args& args, const CallContext& call,
-                               StagingReader<Config>& staging, int32_t row_block, Tile tile) {
-    const ShardTile at = ShardTileOf(args, row_block, tile.n);
-    if (!HasRows(args, at.m, 0)) return;
-    const int rank = args.view.rank, boxes = BoxesOf(args, at.n);
-    const bool is_local = at.owner == rank;
-    const int64_t slot = is_local ? 0 : args.layout.SlotOf(at.owner, rank, at.m, at.n);
-    const SendSemaphore semaphore = SemaphoreOf(args);
-    uint64_t start = 0;
-#pragma unroll
-    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
-      if (!HasRows(args, at.m, m64)) continue;
-      const uint32_t smem = ContiguousStaging<Config>(staging.Acquire(m64));
-      if (m64 == 0) {
-        if (!is_local) semaphore.Acquire(call, row_block, tile.n);
-        start = call.Start();
-      }
-      if (is_local) {
-        for (int box = 0; box < boxes; ++box) {
-          StoreToY(args, smem + box * Box::kBoxBytes, rank, at, m64, box);
-        }
-        ptx::BulkCommit();
-      } else {
-        char* to = SlotAt(args, call, at.owner, slot) + m64 * Config::kStagingBytes;
-        const int bytes = BoxBytes(args, at.m, m64);
-        // Full boxes are contiguous: one copy.
-        const bool is_full = bytes == Box::kBoxBytes;
-        for (int box = 0; box < (is_full ? 1 : boxes); ++box) {
-          semaphore.Store(to + box * Box::kBoxBytes, smem + box * Box::kBoxBytes,
-                          is_full ? boxes * Box::kBoxBytes : bytes);
-        }
-      }
-      staging.Release(m64);
-    }
-    if (is_local) return call.Done(EventKind::kStore, start, row_block, tile.n);
-    semaphore.Release();
-    ptx::BulkWait<0>();
-    ptx::FenceProxyAsyncGlobal();
-    StoreRelease(SignalOf(args, call, at.owner, slot), call.signal);
-    call.Done(EventKind::kSend, start, at.owner, row_block);
-  }
-
   // Stores a box of the shard from `src` to its place in y.
   static __device__ void StoreToY(const Args& args, uint32_t smem, int src, const ShardTile& at,
                                   int m64, int box) {
@@ -220,53 +162,113 @@ struct MatmulAllToAllSm90 {
                     static_cast<int32_t>(outer));
   }
 
-  // Receives the peers' tiles; an item is the tile of one CTA of a peer. One lane takes and copies
-  // them.
-  static __device__ void Send(const Args& args, const CallContext& call,
-                              const GemmSmem<Config>& smem) {
-    if (!ptx::ElectOne()) return;
-    const int per_shard = args.grid.PerShard() * Config::kClusterM;
-    const int items = (args.view.world - 1) * per_shard;
-    BoxBuffers buffers{smem};
-    for (int item = TakeTransfer(args); item < items; item = TakeTransfer(args)) {
-      const int step = item / per_shard, i = item - step * per_shard;
-      const Tile tile = TileInShard(i / Config::kClusterM, args.grid);
-      const int32_t m = tile.m * Config::kClusterM + i % Config::kClusterM;
-      if (!HasRows(args, m, 0)) continue;
-      Receive(args, call, buffers, SendPeer(args.view.rank, step + 1, args.view.world), m, tile.n);
+  struct Epilogue : EveryM64 {
+    template <typename AwaitPartials>
+    static __device__ void Finish(const Args& args, const CallContext&,
+                                  StagingWriter<Config>& staging, Accumulators<Config>& acc,
+                                  int32_t row_block, Tile tile, AwaitPartials&&) {
+      const int32_t m = ShardTileOf(args, row_block, tile.n).m;
+#pragma unroll
+      for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
+        if (!HasRows(args, m, staging.M64At(i))) continue;
+        StageM64<T, Config::kTileN>(acc[i], staging.Acquire());
+        staging.Publish();
+      }
     }
-    ptx::BulkWait<0>();
-  }
 
-  static __device__ void Receive(const Args& args, const CallContext& call, BoxBuffers& buffers,
-                                 int src, int32_t m, int32_t n) {
-    const int64_t slot = args.layout.SlotOf(args.view.rank, src, m, n);
-    uint64_t start = call.Start();
-    AwaitPeer(call, SignalOf(args, call, args.view.rank, slot), src, slot);
-    ptx::FenceProxyAsyncGlobal();  // bulk copies read the tile
-    call.Done(EventKind::kWaitPartials, start, m, n);
-    start = call.Start();
-    const char* from = SlotAt(args, call, args.view.rank, slot);
-    const int boxes = BoxesOf(args, n), count = M64BlocksOf(args, m) * boxes;
-    const auto load = [&](int i) {
-      const int m64 = i / boxes, box = i - m64 * boxes;
-      buffers.Load(i % BoxBuffers::kCount,
-                   from + m64 * Config::kStagingBytes + box * Box::kBoxBytes,
-                   BoxBytes(args, m, m64));
-    };
-    ptx::BulkWaitRead<0>();  // the previous tile's boxes
-    for (int i = 0; i < Min(count, BoxBuffers::kCount); ++i) load(i);
-    for (int i = 0; i < count; ++i) {
-      const int m64 = i / boxes;
-      StoreToY(args, buffers.Await(i % BoxBuffers::kCount), src, ShardTile{src, m, n}, m64,
-               i - m64 * boxes);
-      ptx::BulkCommit();
-      if (i + BoxBuffers::kCount >= count) continue;
-      ptx::BulkWaitRead<0>();
-      load(i + BoxBuffers::kCount);
+    static __device__ void Store(const Args& args, const CallContext& call,
+                                 StagingReader<Config>& staging, int32_t row_block, Tile tile) {
+      const ShardTile at = ShardTileOf(args, row_block, tile.n);
+      if (!HasRows(args, at.m, 0)) return;
+      const int rank = args.view.rank, boxes = BoxesOf(args, at.n);
+      const bool is_local = at.owner == rank;
+      const int64_t slot = is_local ? 0 : args.layout.SlotOf(at.owner, rank, at.m, at.n);
+      const SendSemaphore semaphore = SemaphoreOf(args);
+      uint64_t start = 0;
+#pragma unroll
+      for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+        if (!HasRows(args, at.m, m64)) continue;
+        const uint32_t smem = ContiguousStaging<Config>(staging.Acquire(m64));
+        if (m64 == 0) {
+          if (!is_local) semaphore.Acquire(call, row_block, tile.n);
+          start = call.Start();
+        }
+        if (is_local) {
+          for (int box = 0; box < boxes; ++box) {
+            StoreToY(args, smem + box * Box::kBoxBytes, rank, at, m64, box);
+          }
+          ptx::BulkCommit();
+        } else {
+          char* to = SlotAt(args, call, at.owner, slot) + m64 * Config::kStagingBytes;
+          const int bytes = BoxBytes(args, at.m, m64);
+          // Full boxes are contiguous: one copy.
+          const bool is_full = bytes == Box::kBoxBytes;
+          for (int box = 0; box < (is_full ? 1 : boxes); ++box) {
+            semaphore.Store(to + box * Box::kBoxBytes, smem + box * Box::kBoxBytes,
+                            is_full ? boxes * Box::kBoxBytes : bytes);
+          }
+        }
+        staging.Release(m64);
+      }
+      if (is_local) return call.Done(EventKind::kStore, start, row_block, tile.n);
+      semaphore.Release();
+      ptx::BulkWait<0>();
+      ptx::FenceProxyAsyncGlobal();
+      StoreRelease(SignalOf(args, call, at.owner, slot), call.signal);
+      call.Done(EventKind::kSend, start, at.owner, row_block);
     }
-    call.Done(EventKind::kCopy, start, src, m);
-  }
+  };
+
+  struct Exchange : PeerExchange {
+    // Receives the peers' tiles; an item is the tile of one CTA of a peer. One lane takes and
+    // copies them.
+    static __device__ void Send(const Args& args, const CallContext& call,
+                                const GemmSmem<Config>& smem) {
+      if (!ptx::ElectOne()) return;
+      const int per_shard = args.grid.PerShard() * Config::kClusterM;
+      const int items = (args.view.world - 1) * per_shard;
+      BoxBuffers buffers{smem};
+      for (int item = TakeTransfer(args); item < items; item = TakeTransfer(args)) {
+        const int step = item / per_shard, i = item - step * per_shard;
+        const Tile tile = TileInShard(i / Config::kClusterM, args.grid);
+        const int32_t m = tile.m * Config::kClusterM + i % Config::kClusterM;
+        if (!HasRows(args, m, 0)) continue;
+        Receive(args, call, buffers, SendPeer(args.view.rank, step + 1, args.view.world), m,
+                tile.n);
+      }
+      ptx::BulkWait<0>();
+    }
+
+    static __device__ void Receive(const Args& args, const CallContext& call, BoxBuffers& buffers,
+                                   int src, int32_t m, int32_t n) {
+      const int64_t slot = args.layout.SlotOf(args.view.rank, src, m, n);
+      uint64_t start = call.Start();
+      AwaitPeer(call, SignalOf(args, call, args.view.rank, slot), src, slot);
+      ptx::FenceProxyAsyncGlobal();  // bulk copies read the tile
+      call.Done(EventKind::kWaitPartials, start, m, n);
+      start = call.Start();
+      const char* from = SlotAt(args, call, args.view.rank, slot);
+      const int boxes = BoxesOf(args, n), count = M64BlocksOf(args, m) * boxes;
+      const auto load = [&](int i) {
+        const int m64 = i / boxes, box = i - m64 * boxes;
+        buffers.Load(i % BoxBuffers::kCount,
+                     from + m64 * Config::kStagingBytes + box * Box::kBoxBytes,
+                     BoxBytes(args, m, m64));
+      };
+      ptx::BulkWaitRead<0>();  // the previous tile's boxes
+      for (int i = 0; i < Min(count, BoxBuffers::kCount); ++i) load(i);
+      for (int i = 0; i < count; ++i) {
+        const int m64 = i / boxes;
+        StoreToY(args, buffers.Await(i % BoxBuffers::kCount), src, ShardTile{src, m, n}, m64,
+                 i - m64 * boxes);
+        ptx::BulkCommit();
+        if (i + BoxBuffers::kCount >= count) continue;
+        ptx::BulkWaitRead<0>();
+        load(i + BoxBuffers::kCount);
+      }
+      call.Done(EventKind::kCopy, start, src, m);
+    }
+  };
 };
 
 JFLUX_GEMM_KERNEL(MatmulAllToAll);

@@ -19,11 +19,12 @@ bool PlanMatmulReduceScatter(CallReader& reader, const Machine& machine, Fields*
     *plan = CpuPlan(layout.Workspace().TotalBytes());
     return true;
   }
-  if (!IsPlannable(call, FitsKernel(p), kWhatFitsReduceScatter, why_not)) return false;
-  const GemmChoice wanted = call.given.value_or(
-      ChooseReduceScatter(p.rows.world, p.rows.PerRank(), p.n, p.k, machine, p.transpose_rhs));
+  if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine)), why_not)) return false;
+  const GemmChoice wanted = call.given.value_or(ChooseReduceScatter(
+      p.rows.world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs));
   // Each of the CTAs that share k has some of the first term's.
-  const GemmChoice choice = FitSplits(wanted, p.rows.Total(), first_k, kReduceSplits);
+  const GemmChoice choice =
+      FitSplits(wanted, p.rows.Total(), first_k * SizeOf(p.dtype), kReduceSplits);
   *plan = ProductPlan{choice, ReduceScatterSenders(p, choice, machine),
                       CudaLayoutOf(p, choice).Workspace().TotalBytes()}
               .AsFields();
@@ -104,8 +105,9 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
       }
       arrays.residual = residual.untyped_data();
     }
-    if (!ReadPlan(a) || !FitsKernel(p) ||
-        !SharesK(plan.choice, p.rows.Total(), arrays.products[0].k, kReduceSplits)) {
+    if (!ReadPlan(a) || !WhyNoKernel(p).empty() ||
+        !SharesK(plan.choice, p.rows.Total(), arrays.products[0].k * SizeOf(p.dtype),
+                 kReduceSplits)) {
       return kNoKernel;
     }
     return "";
@@ -117,8 +119,13 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
 
 // Listed in cc/ops/registry.cc.
 extern const Op kMatmulReduceScatterOp;
-const Op kMatmulReduceScatterOp = {kMatmulReduceScatterId,  "matmul_reduce_scatter",
-                                   OnCpu<CallOnCpu>,        JFLUX_IF_CUDA(OnCuda<CallOnCuda>),
-                                   PlanMatmulReduceScatter, /*most_splits=*/kReduceSplits};
+const Op kMatmulReduceScatterOp = {kMatmulReduceScatterId,
+                                   "matmul_reduce_scatter",
+                                   OnCpu<CallOnCpu>,
+                                   JFLUX_IF_CUDA(OnCuda<CallOnCuda>),
+                                   kCpuFormats,
+                                   kMatmulReduceScatterFormats,
+                                   PlanMatmulReduceScatter,
+                                   /*most_splits=*/kReduceSplits};
 
 }  // namespace jflux

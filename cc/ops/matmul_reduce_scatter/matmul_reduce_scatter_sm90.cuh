@@ -62,57 +62,48 @@ struct MatmulReduceScatterSm90 {
   using Config = Config_;
   using Args = MatmulReduceScatterArgs;
   using T = typename Config::T;
-  static constexpr bool kLocal = false, kGroups = false, kGathersRows = false, kStackedRhs = false,
-                        kRaggedK = false;
 
-  static __device__ Tile TileAt(const Args& args, int32_t t) { return args.order.At(t); }
+  using Schedule = OrderedTiles<Counted>;
 
-  static __device__ void PrefetchMaps(const Args& args) {
-    ptx::PrefetchTensorMap(&args.w[0]);
-    ptx::PrefetchTensorMap(&args.x[0]);
-  }
-
-  static constexpr bool kWaitsForRows = false;
-  static constexpr bool kStaticFirstTile = false;
-  static constexpr bool kReceives = false;
-
-  struct Source {
-    const CUtensorMap* map;
-    int32_t inner, outer, rank;
+  struct Operands : BoxesOfA {
+    // Operand coordinates: the column in w; the row in x as (inner, outer, rank).
+    struct alignas(16) Coords {
+      int32_t n0, inner, outer, rank;
+    };
+    static __device__ Coords CoordsOf(const Args& args, const Schedule&, int32_t row_block,
+                                      Tile tile) {
+      const int32_t column = tile.n * Config::kTileN;
+      const int64_t row = static_cast<int64_t>(row_block) * Config::kTileM;
+      if (args.rows.outer == 1) return Coords{column, static_cast<int32_t>(row), 0, 0};
+      // The launcher guarantees that a row block lies within one (rank, outer).
+      return Coords{
+          column, static_cast<int32_t>(Remainder(row, args.rows.inner)),
+          static_cast<int32_t>(Remainder(Quotient(row, args.rows.inner), args.rows.outer)),
+          args.rows.OwnerOf(row)};
+    }
+    static __device__ int Terms(const Args& args) { return args.terms; }
+    static __device__ KRange KOf(const Args& args, Tile tile, const Coords&, int term) {
+      return SplitOfK<Config>(args.k[term], tile.split);
+    }
+    static __device__ Rhs RhsOf(const Args& args, const Coords& coords, int term) {
+      return Rhs{&args.w[term], coords.n0};
+    }
+    struct Source {
+      const CUtensorMap* map;
+      int32_t inner, outer, rank;
+      __device__ void Load(uint32_t smem, uint32_t bar, int k0) const {
+        ptx::TmaLoad4d(smem, map, bar, k0, inner, outer, rank);
+      }
+    };
+    static __device__ Source SourceOf(const Args& args, const CallContext&, const Coords& coords,
+                                      int term) {
+      return Source{&args.x[term], coords.inner, coords.outer, coords.rank};
+    }
+    static __device__ void PrefetchMaps(const Args& args) {
+      ptx::PrefetchTensorMap(&args.w[0]);
+      ptx::PrefetchTensorMap(&args.x[0]);
+    }
   };
-  static __device__ int TermsOf(const Args& args) { return args.terms; }
-  static __device__ KRange KOf(const Args& args, Tile tile, int term) {
-    return SplitOfK<Config>(args.k[term], tile.split);
-  }
-  // Operand coordinates: the column in w; the row in x as (inner, outer, rank).
-  struct alignas(16) Coords {
-    int32_t n0, inner, outer, rank;
-  };
-  static __device__ Coords CoordsOf(const Args& args, int32_t row_block, Tile tile) {
-    const int32_t column = tile.n * Config::kTileN;
-    const int64_t row = static_cast<int64_t>(row_block) * Config::kTileM;
-    if (args.rows.outer == 1) return Coords{column, static_cast<int32_t>(row), 0, 0};
-    // The launcher guarantees that a row block lies within one (rank, outer).
-    return Coords{column, static_cast<int32_t>(Remainder(row, args.rows.inner)),
-                  static_cast<int32_t>(Remainder(Quotient(row, args.rows.inner), args.rows.outer)),
-                  args.rows.OwnerOf(row)};
-  }
-  static __device__ Rhs RhsOf(const Args& args, const Coords& coords, int term) {
-    return Rhs{&args.w[term], coords.n0};
-  }
-  static __device__ Source SourceOf(const Args& args, const CallContext&, const Coords& coords,
-                                    int term) {
-    return Source{&args.x[term], coords.inner, coords.outer, coords.rank};
-  }
-  static __device__ void LoadA(const Source& s, uint32_t smem, uint32_t bar, int k0) {
-    ptx::TmaLoad4d(smem, s.map, bar, k0, s.inner, s.outer, s.rank);
-  }
-
-  static __device__ void Send(const Args&, const CallContext&, const GemmSmem<Config>&) {}
-
-  static __device__ bool HasRows(const Args& args, int32_t row_block, int m64) {
-    return static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64 < args.rows.Total();
-  }
 
   // The rows [first, end) of an m64 block, and the ranks that own some of them: [first_owner,
   // last_owner]. Empty past the last row.
@@ -166,108 +157,6 @@ struct MatmulReduceScatterSm90 {
   // Stagings of an m64 block.
   static __device__ int Rounds(const Args& args) { return args.out_f32 ? 2 : 1; }
 
-  static constexpr bool kAddsPartials = true;
-  static __device__ void WaitForPartials(const Args& args, const CallContext& call,
-                                         int32_t row_block, Tile tile) {
-    const uint64_t start = call.Start();
-    bool waited = false;
-    const int src = threadIdx.x % 32 / Config::kM64Blocks, m64 = threadIdx.x % Config::kM64Blocks;
-    const M64Rows rows = RowsOf(args, row_block, m64);
-    if (src < args.view.world && src != args.view.rank && IsOwner(args, rows)) {
-      AwaitPeer(call, SignalOf(args, call, args.view.rank, src, row_block, tile, m64), src,
-                args.layout.SlotOf(args.view.rank, Tile{row_block, SliceOf<Config>(tile)}));
-      waited = true;
-      // The partial tile may have left L2; the consumers read it soon.
-      const Warps local = WarpsOf(args, rows, args.view.rank);
-      const char* partial = M64SlotOf(args, call, args.view.rank, src, row_block, tile, m64);
-      for (int round = 0; round < Rounds(args); ++round) {
-        ptx::BulkPrefetch(partial + round * Config::kStagingBytes + local.begin * F::kWarpBytes,
-                          (local.end - local.begin) * F::kWarpBytes);
-      }
-    }
-    if (__any_sync(0xffffffff, waited) && threadIdx.x % 32 == 0) {
-      call.Done(EventKind::kWaitPartials, start, row_block, tile.n);
-    }
-  }
-
-  template <typename AwaitPartials>
-  static __device__ void Epilogue(const Args& args, const CallContext& call,
-                                  StagingWriter<Config>& staging, Slices<Config>& acc,
-                                  int32_t row_block, Tile tile, AwaitPartials&& await_partials) {
-    // Send before waiting: a peer may be waiting for this partial tile while this rank waits for
-    // the peer's partial tile of the same tile.
-#pragma unroll
-    for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
-      if (!HasOtherOwners(args, RowsOf(args, row_block, staging.M64At(i)))) continue;
-      if (args.out_f32) {
-        F::template Stage<true>(acc[i], 0, ContiguousStaging<Config>(staging.Acquire()));
-        staging.Publish();
-        F::template Stage<true>(acc[i], 1, ContiguousStaging<Config>(staging.Acquire()));
-        staging.Publish();
-      } else {
-        F::template Stage<false>(acc[i], 0, ContiguousStaging<Config>(staging.Acquire()));
-        staging.Publish();
-      }
-    }
-    const int warp = threadIdx.x % 128 / 32;
-    bool awaited = false;
-#pragma unroll
-    for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
-      const int m64 = staging.M64At(i);
-      const M64Rows rows = RowsOf(args, row_block, m64);
-      if (!IsOwner(args, rows)) continue;
-      if (!awaited) await_partials();
-      awaited = true;
-      // Rows that other ranks own get arbitrary values, which are not stored.
-      const Warps local = WarpsOf(args, rows, args.view.rank);
-      if (local.begin <= warp && warp < local.end) {
-        for (int src = 0; src < args.view.world; ++src) {
-          if (src == args.view.rank) continue;
-          const char* partial = M64SlotOf(args, call, args.view.rank, src, row_block, tile, m64);
-          if (args.out_f32) {
-            F::template Add<true>(acc[i], partial);
-          } else {
-            F::template Add<false>(acc[i], partial);
-          }
-        }
-      }
-      __syncwarp();
-      FinishM64(args, staging, acc[i], FirstLocalRow(args, row_block, m64), tile);
-    }
-  }
-
-  // Finishes the m64 block that starts at row `row0` of y. row0 is negative if the block starts
-  // with rows of the previous rank.
-  static __device__ void FinishM64(const Args& args, StagingWriter<Config>& staging,
-                                   float (&acc)[Config::kSliceAccumulators], int64_t row0,
-                                   Tile tile) {
-    const int64_t n0 = FirstColumn<Config>(tile);
-    const auto row_of = [&](int r) {
-      const bool inside = row0 + r >= 0 && row0 + r < args.rows.PerRank();
-      return inside ? (row0 + r) * args.n : -1;
-    };
-    if (args.bias != nullptr) AddBias<Config::kSliceN>(acc, args.bias, n0, args.n);
-    if (args.residual != nullptr) {
-      if (args.out_f32) {
-        AddRows<float, Config::kSliceN>(acc, args.residual, n0, args.n, row_of);
-      } else {
-        AddRows<T, Config::kSliceN>(acc, args.residual, n0, args.n, row_of);
-      }
-    }
-    if (args.out_f32) {
-      StoreM64F32<Config::kSliceN>(acc, args.y_data, n0, args.n, row_of);
-      return;
-    }
-    const StagedM64 staged = staging.Acquire();
-    StageM64<T, Config::kSliceN>(acc, staged);
-    if (row0 >= 0) {
-      staging.Publish();
-    } else {
-      ScatterStagedRows<T, Config::kSliceN>(staged, 1 + staging.consumer, args.y_data, n0, args.n,
-                                            row_of);
-    }
-  }
-
   // The m64 block's first row as a row of y. If the tile straddles ranks, it may be negative, and
   // rows past y's last may follow.
   static __device__ int64_t FirstLocalRow(const Args& args, int32_t row_block, int m64) {
@@ -275,63 +164,175 @@ struct MatmulReduceScatterSm90 {
            args.view.rank * args.rows.PerRank();
   }
 
-  static __device__ void Store(const Args& args, const CallContext& call,
-                               StagingReader<Config>& staging, int32_t row_block, Tile tile) {
-    const int rank = args.view.rank;
-    const SendSemaphore semaphore = SemaphoreOf(args);
-    uint64_t start = 0;
-    bool sent = false;
+  struct Epilogue : EveryM64 {
+    static __device__ bool HasRows(const Args& args, int32_t row_block, int m64) {
+      return static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64 < args.rows.Total();
+    }
+
+    template <typename AwaitPartials>
+    static __device__ void Finish(const Args& args, const CallContext& call,
+                                  StagingWriter<Config>& staging, Slices<Config>& acc,
+                                  int32_t row_block, Tile tile, AwaitPartials&& await_partials) {
+      // Send before waiting: a peer may be waiting for this partial tile while this rank waits for
+      // the peer's partial tile of the same tile.
 #pragma unroll
-    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
-      const M64Rows rows = RowsOf(args, row_block, m64);
-      if (!HasOtherOwners(args, rows)) continue;
-      for (int round = 0; round < Rounds(args); ++round) {
-        const uint32_t smem = ContiguousStaging<Config>(staging.Acquire(m64));
-        if (!sent) {
-          semaphore.Acquire(call, row_block, tile.n);
-          start = call.Start();
+      for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
+        if (!HasOtherOwners(args, RowsOf(args, row_block, staging.M64At(i)))) continue;
+        if (args.out_f32) {
+          F::template Stage<true>(acc[i], 0, ContiguousStaging<Config>(staging.Acquire()));
+          staging.Publish();
+          F::template Stage<true>(acc[i], 1, ContiguousStaging<Config>(staging.Acquire()));
+          staging.Publish();
+        } else {
+          F::template Stage<false>(acc[i], 0, ContiguousStaging<Config>(staging.Acquire()));
+          staging.Publish();
         }
-        sent = true;
-        for (int dst = rows.first_owner; dst <= rows.last_owner; ++dst) {
-          if (dst == rank) continue;
-          const Warps warps = WarpsOf(args, rows, dst);
-          const int at = warps.begin * F::kWarpBytes;
-          semaphore.Store(M64SlotOf(args, call, dst, rank, row_block, tile, m64) +
-                              round * Config::kStagingBytes + at,
-                          smem + at, (warps.end - warps.begin) * F::kWarpBytes);
+      }
+      const int warp = threadIdx.x % 128 / 32;
+      bool awaited = false;
+#pragma unroll
+      for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
+        const int m64 = staging.M64At(i);
+        const M64Rows rows = RowsOf(args, row_block, m64);
+        if (!IsOwner(args, rows)) continue;
+        if (!awaited) await_partials();
+        awaited = true;
+        // Rows that other ranks own get arbitrary values, which are not stored.
+        const Warps local = WarpsOf(args, rows, args.view.rank);
+        if (local.begin <= warp && warp < local.end) {
+          for (int src = 0; src < args.view.world; ++src) {
+            if (src == args.view.rank) continue;
+            const char* partial = M64SlotOf(args, call, args.view.rank, src, row_block, tile, m64);
+            if (args.out_f32) {
+              F::template Add<true>(acc[i], partial);
+            } else {
+              F::template Add<false>(acc[i], partial);
+            }
+          }
         }
-        staging.Release(m64);
+        __syncwarp();
+        FinishM64(args, staging, acc[i], FirstLocalRow(args, row_block, m64), tile);
       }
     }
-    if (sent) {
-      semaphore.Release();
-      ptx::BulkWait<0>();
-      ptx::FenceProxyAsyncGlobal();
-      FenceRelease();  // one for all signals
+
+    // Finishes the m64 block that starts at row `row0` of y. row0 is negative if the block starts
+    // with rows of the previous rank.
+    static __device__ void FinishM64(const Args& args, StagingWriter<Config>& staging,
+                                     float (&acc)[Config::kSliceAccumulators], int64_t row0,
+                                     Tile tile) {
+      const int64_t n0 = FirstColumn<Config>(tile);
+      const auto row_of = [&](int r) {
+        const bool inside = row0 + r >= 0 && row0 + r < args.rows.PerRank();
+        return inside ? (row0 + r) * args.n : -1;
+      };
+      if (args.bias != nullptr) AddBias<Config::kSliceN>(acc, args.bias, n0, args.n);
+      if (args.residual != nullptr) {
+        if (args.out_f32) {
+          AddRows<float, Config::kSliceN>(acc, args.residual, n0, args.n, row_of);
+        } else {
+          AddRows<T, Config::kSliceN>(acc, args.residual, n0, args.n, row_of);
+        }
+      }
+      if (args.out_f32) {
+        StoreM64F32<Config::kSliceN>(acc, args.y_data, n0, args.n, row_of);
+        return;
+      }
+      const StagedM64 staged = staging.Acquire();
+      StageM64<T, Config::kSliceN>(acc, staged);
+      if (row0 >= 0) {
+        staging.Publish();
+      } else {
+        ScatterStagedRows<T, Config::kSliceN>(staged, 1 + staging.consumer, args.y_data, n0, args.n,
+                                              row_of);
+      }
+    }
+
+    static __device__ void Store(const Args& args, const CallContext& call,
+                                 StagingReader<Config>& staging, int32_t row_block, Tile tile) {
+      const int rank = args.view.rank;
+      const SendSemaphore semaphore = SemaphoreOf(args);
+      uint64_t start = 0;
+      bool sent = false;
 #pragma unroll
       for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
         const M64Rows rows = RowsOf(args, row_block, m64);
-        for (int dst = rows.first_owner; dst <= rows.last_owner; ++dst) {
-          if (dst == rank) continue;
-          StoreRelaxed(SignalOf(args, call, dst, rank, row_block, tile, m64), call.signal);
+        if (!HasOtherOwners(args, rows)) continue;
+        for (int round = 0; round < Rounds(args); ++round) {
+          const uint32_t smem = ContiguousStaging<Config>(staging.Acquire(m64));
+          if (!sent) {
+            semaphore.Acquire(call, row_block, tile.n);
+            start = call.Start();
+          }
+          sent = true;
+          for (int dst = rows.first_owner; dst <= rows.last_owner; ++dst) {
+            if (dst == rank) continue;
+            const Warps warps = WarpsOf(args, rows, dst);
+            const int at = warps.begin * F::kWarpBytes;
+            semaphore.Store(M64SlotOf(args, call, dst, rank, row_block, tile, m64) +
+                                round * Config::kStagingBytes + at,
+                            smem + at, (warps.end - warps.begin) * F::kWarpBytes);
+          }
+          staging.Release(m64);
         }
       }
-      call.Done(EventKind::kSend, start, RowsOf(args, row_block, 0).first_owner, row_block);
-    }
-    if (args.out_f32) return;
+      if (sent) {
+        semaphore.Release();
+        ptx::BulkWait<0>();
+        ptx::FenceProxyAsyncGlobal();
+        FenceRelease();  // one for all signals
 #pragma unroll
-    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
-      const int64_t row0 = FirstLocalRow(args, row_block, m64);
-      // A TMA store may end outside its tensor, but must not begin before it.
-      if (!IsOwner(args, RowsOf(args, row_block, m64)) || row0 < 0) continue;
-      const StagedM64 staged = staging.Acquire(m64);
-      start = call.Start();
-      StoreStagedM64<Config::kSliceN>(staged, &args.y, row0, FirstColumn<Config>(tile), args.n);
-      ptx::BulkCommit();
-      staging.Release(m64);
-      call.Done(EventKind::kStore, start, row_block, tile.n);
+        for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+          const M64Rows rows = RowsOf(args, row_block, m64);
+          for (int dst = rows.first_owner; dst <= rows.last_owner; ++dst) {
+            if (dst == rank) continue;
+            StoreRelaxed(SignalOf(args, call, dst, rank, row_block, tile, m64), call.signal);
+          }
+        }
+        call.Done(EventKind::kSend, start, RowsOf(args, row_block, 0).first_owner, row_block);
+      }
+      if (args.out_f32) return;
+#pragma unroll
+      for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+        const int64_t row0 = FirstLocalRow(args, row_block, m64);
+        // A TMA store may end outside its tensor, but must not begin before it.
+        if (!IsOwner(args, RowsOf(args, row_block, m64)) || row0 < 0) continue;
+        const StagedM64 staged = staging.Acquire(m64);
+        start = call.Start();
+        StoreStagedM64<Config::kSliceN>(staged, &args.y, row0, FirstColumn<Config>(tile), args.n);
+        ptx::BulkCommit();
+        staging.Release(m64);
+        call.Done(EventKind::kStore, start, row_block, tile.n);
+      }
     }
-  }
+  };
+
+  struct Exchange : PeerExchange {
+    struct Partials {
+      static __device__ void Await(const Args& args, const CallContext& call, int32_t row_block,
+                                   Tile tile) {
+        const uint64_t start = call.Start();
+        bool waited = false;
+        const int src = threadIdx.x % 32 / Config::kM64Blocks,
+                  m64 = threadIdx.x % Config::kM64Blocks;
+        const M64Rows rows = RowsOf(args, row_block, m64);
+        if (src < args.view.world && src != args.view.rank && IsOwner(args, rows)) {
+          AwaitPeer(call, SignalOf(args, call, args.view.rank, src, row_block, tile, m64), src,
+                    args.layout.SlotOf(args.view.rank, Tile{row_block, SliceOf<Config>(tile)}));
+          waited = true;
+          // The partial tile may have left L2; the consumers read it soon.
+          const Warps local = WarpsOf(args, rows, args.view.rank);
+          const char* partial = M64SlotOf(args, call, args.view.rank, src, row_block, tile, m64);
+          for (int round = 0; round < Rounds(args); ++round) {
+            ptx::BulkPrefetch(partial + round * Config::kStagingBytes + local.begin * F::kWarpBytes,
+                              (local.end - local.begin) * F::kWarpBytes);
+          }
+        }
+        if (__any_sync(0xffffffff, waited) && threadIdx.x % 32 == 0) {
+          call.Done(EventKind::kWaitPartials, start, row_block, tile.n);
+        }
+      }
+    };
+  };
 };
 
 JFLUX_GEMM_KERNEL(MatmulReduceScatter);
@@ -365,12 +366,13 @@ inline bool MakeScatterArgs(const MatmulReduceScatterParams& p,
     return false;
   }
   const int box_rows = BoxRows(p.rows.Total());
-  args->a_bytes = box_rows * 64 * SizeOf(p.dtype);
+  args->a_bytes = box_rows * kBlockBytes;
   for (int i = 0; i < args->terms; ++i) {
     const auto& [x, w, k] = operands.products[i];
     args->k[i] = k;
     if (!EncodeTensorMap(&args->x[i], p.dtype, x, {world, r.outer, inner, k},
-                         {r.inner * k, r.world * r.inner * k, k}, {1, 1, box_rows, 64}, error) ||
+                         {r.inner * k, r.world * r.inner * k, k},
+                         {1, 1, box_rows, BlockElements(p.dtype)}, error) ||
         !EncodeRhsMap(&args->w[i], p.dtype, w, k, p.n, p.transpose_rhs,
                       /*halves=*/false, choice, error)) {
       return false;

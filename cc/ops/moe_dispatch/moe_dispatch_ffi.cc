@@ -154,7 +154,7 @@ struct CombineCall : CallOf<kMoeCombineId, MoeCombineCpu, LaunchMoeCombine> {
                    ffi::AnyBuffer part, ffi::Result<ffi::AnyBuffer> out) {
     const auto s32 = ffi::DataType::S32, f32 = ffi::DataType::F32;
     const auto dtype = DTypeOf(y.element_type());
-    if (!dtype || *dtype == DType::kF64 || y.dimensions().size() != 2 ||
+    if (!dtype || !Has(kMoeCombineFormats.operands, *dtype) || y.dimensions().size() != 2 ||
         part.dimensions().size() != 2) {
       return kDoNotFit;
     }
@@ -188,9 +188,11 @@ struct CombineCall : CallOf<kMoeCombineId, MoeCombineCpu, LaunchMoeCombine> {
 
 // Listed in cc/ops/registry.cc.
 extern const Op kMoeDispatchOp, kMoeCombineOp;
-const Op kMoeDispatchOp = {kMoeDispatchId, "moe_dispatch", OnCpu<DispatchCall>,
-                           JFLUX_IF_CUDA(OnCuda<DispatchCall>), PlanMoeDispatch};
-const Op kMoeCombineOp = {kMoeCombineId, "moe_combine", OnCpu<CombineCall>,
-                          JFLUX_IF_CUDA(OnCuda<CombineCall>), PlanMoeCombine};
+const Op kMoeDispatchOp = {
+    kMoeDispatchId, "moe_dispatch", OnCpu<DispatchCall>, JFLUX_IF_CUDA(OnCuda<DispatchCall>),
+    kMovesBytes,    kMovesBytes,    PlanMoeDispatch};
+const Op kMoeCombineOp = {
+    kMoeCombineId,      "moe_combine",      OnCpu<CombineCall>, JFLUX_IF_CUDA(OnCuda<CombineCall>),
+    kMoeCombineFormats, kMoeCombineFormats, PlanMoeCombine};
 
 }  // namespace jflux

@@ -127,7 +127,8 @@ std::string Meaning(const Fault& fault) {
 // Listed in cc/ops/registry.cc.
 extern const Op kRaggedAllToAllOp;
 const Op kRaggedAllToAllOp = {kRaggedAllToAllId,           "ragged_all_to_all", OnCpu<Call>,
-                              JFLUX_IF_CUDA(OnCuda<Call>), PlanRaggedAllToAll,
+                              JFLUX_IF_CUDA(OnCuda<Call>), kMovesBytes,         kMovesBytes,
+                              PlanRaggedAllToAll,
                               /*most_splits=*/1,
                               /*constants=*/nullptr,       kRaggedArguments,    Meaning};
 
