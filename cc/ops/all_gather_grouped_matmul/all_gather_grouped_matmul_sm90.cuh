@@ -69,7 +69,7 @@ template <typename Base>
 struct GatherConfig : Base {
   static constexpr int kRowTables = 2;
   static constexpr int kSmemBytes = Base::kSmemBytes + kRowTables * kRowTableBytes<Base>;
-  static_assert(kSmemBytes <= 232448);
+  static_assert(kSmemBytes <= kHopper.smem_bytes);
   static_assert(kTokenBoxes == Base::kSendBoxes && TokenChunkBytes(kMostSpans) > 0 &&
                 kTokenSendBytes == Base::kSendBoxes * Base::kSendBoxBytes);
 };
