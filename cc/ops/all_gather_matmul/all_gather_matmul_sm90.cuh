@@ -307,15 +307,11 @@ struct AllGatherMatmulSm90 {
 
 JFLUX_GEMM_KERNEL(AllGatherMatmul);
 
-struct AllGatherMatmulInstances {
+struct AllGatherMatmulInstances : AllGatherMatmulKernels {
   static constexpr OpFormats kFormats = kAllGatherMatmulFormats;
   static constexpr int kMostSplits = kGatherSplits;
   // Results go to this GPU's memory, which takes them at once.
   static constexpr bool kMayLendStage = true;
-  template <typename Config>
-  static const void* Kernel() {
-    return reinterpret_cast<const void*>(&AllGatherMatmulKernel<Config>);
-  }
 };
 
 // They take as long to compile as the kernels of three other ops together.
