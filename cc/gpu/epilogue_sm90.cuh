@@ -10,16 +10,10 @@
 
 #include "core/activation.h"
 #include "core/platform.h"
-#include "core/tile_order.h"
 #include "gpu/ptx.cuh"
 #include "gpu/staging.cuh"
 
 namespace jflux {
-
-// The base of an Op::Epilogue that leaves out no m64 block's products.
-struct EveryM64 {
-  static __device__ bool Needs(int32_t, Tile, int) { return true; }
-};
 
 template <typename T>
 __device__ __forceinline__ uint32_t Pack(float a, float b) {
