@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,13 +36,11 @@ GROUPED_TILES: tuple[tuple[int, int], ...] = tuple(
 MOST_SPANS: int = _constants["most_spans"]
 #: How many of them a scatter orders tiles by.
 FEW_SPANS: int = _constants["few_spans"]
-#: Elements of a 16-bit type that the GPU kernels move together: rows are whole multiples.
-UNIT: int = _constants["unit_bytes"] // 2
+#: Bytes that the GPU kernels move together: rows are whole vectors.
+VECTOR_BYTES: int = _constants["vector_bytes"]
 #: Architectures that kernels are compiled for (cc/gpu/machine.h): for many GPUs, and for Hopper.
 PORTABLE_ARCH: int = _constants["portable_arch"]
 HOPPER_ARCH: int = _constants["hopper_arch"]
-#: Names of the element types, in the order of cc/core/dtype.h.
-DTYPES: tuple[str, ...] = tuple(_constants["dtypes"])
 #: Activations and norms, in the order of cc/core/activation.h and cc/ops/all_reduce/all_reduce.h.
 #: Number 0 is none in both.
 ACTIVATIONS: tuple[str, ...] = tuple(_constants["activations"])
@@ -49,9 +49,39 @@ NORMS: tuple[str, ...] = tuple(_constants["norms"])
 ALL_REDUCE_ALGORITHMS: tuple[str, ...] = tuple(_constants["all_reduce_algorithms"])
 
 
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A row of the table of formats (cc/core/format.h), of which calls carry the number."""
+
+    name: str
+    bits: int
+    accumulator: str
+    portable: str | None
+    hopper: str | None
+    k_major: bool
+    scale_block: int
+    stored: int
+
+
+FORMATS: dict[str, Format] = {row["name"]: Format(**row) for row in lib.formats()}
+
+
 def dtype_number(dtype: Any) -> int:
-    """As cc/core/dtype.h numbers it."""
-    return DTYPES.index(np.dtype(dtype).name)
+    """The number of a format's row."""
+    return list(FORMATS).index(np.dtype(dtype).name)
+
+
+@functools.cache
+def dtypes(op: str, platform: str) -> frozenset[np.dtype]:
+    """The types of operands that `op` takes on "cpu" or "cuda"."""
+    taken = lib.operand_formats(op, platform)
+    return frozenset(np.dtype(name) for i, name in enumerate(FORMATS) if taken >> i & 1)
+
+
+def why_not_dtypes(op: str, platform: str, operands: Any, results: Any = None) -> str | None:
+    """Why `op` does not take operands of a type there, or give results of another, or None."""
+    names = [np.dtype(operands if d is None else d).name for d in (operands, results)]
+    return lib.why_not_formats(op, platform, *names) or None
 
 
 def number_of(name: str | None, names: tuple[str, ...]) -> int:

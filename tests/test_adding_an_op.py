@@ -77,7 +77,7 @@ def test_names_of_the_page():
         for name in re.findall(r"`([A-Za-z_][\w.:]*)(?:\(\))?`", PAGE.read_text())
         if not re.search(r"foo_?bar|\.(md|py|cc|h|cu|cuh|txt)$", name, re.I)
     }
-    assert {"RunGemm", "SPECS", "JoinFfiCall", "two_level"} <= names
+    assert {"RunGemm", "SPECS", "JoinFfiCall", "is_local"} <= names
     patterns = ("jflux/**/*.py", "tests/*.py", "cc/**/*.[ch]*", "tests/cc/**/*.[ch]*")
     text = "\n".join(p.read_text() for pattern in patterns for p in ROOT.glob(pattern))
     said = set(re.findall(r"\w+", text))

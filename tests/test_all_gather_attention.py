@@ -276,7 +276,7 @@ def test_plans():
         params = all_gather_attention.Params(("tp",), world, Scores(scale), np.dtype(dtype), None)
         machine = Machine(platform, 0 if platform == "cpu" else 132, 320.0, heap)
         with jflux.config(**({"always": False} | switches)):
-            return all_gather_attention._plan(arrays, params, machine)
+            return all_gather_attention._op.plan(arrays, params, machine)
 
     taken = plan()
     assert taken.path == Path.FUSED and taken.senders == 44

@@ -252,7 +252,7 @@ def plan_on_gpus(tokens, experts, choices=2, k=512, n=1024, world=2, gated=False
         )
     ]  # fmt: skip
     with jflux.config(always=always):
-        return all_gather_grouped_matmul.RULES.plan(
+        return all_gather_grouped_matmul._op.plan(
             arrays, params, Machine("cuda", 132, 320.0, 1 << 32)
         )
 

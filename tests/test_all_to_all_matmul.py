@@ -91,7 +91,7 @@ def _plan(x, w, split, concat, world=2, **changes):
     dtype = np.dtype(jnp.bfloat16)
     params = op.Params(("tp",), world, split, concat, ("y",), False, dtype)
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in (x, w)]
-    return op._plan(arrays, op.dataclasses.replace(params, **changes), GPU)
+    return op._op.plan(arrays, op.dataclasses.replace(params, **changes), GPU)
 
 
 def test_plans_on_gpus():

@@ -16,7 +16,7 @@ import jflux
 from jflux import _config, testing
 from jflux._ops.attention import (
     _blockwise,
-    _split_sequence,
+    _passes,
     all_gather_attention,
     attention,
     flash_attention,
@@ -295,7 +295,7 @@ def test_transforms(wrap):
             if wrap == "remat":
                 o = jax.checkpoint(lambda *a: f(*a, None)[0])(q, k, v)
             elif wrap == "saved by name":
-                policy = jax.checkpoint_policies.save_only_these_names(_split_sequence.ATTENTION)
+                policy = jax.checkpoint_policies.save_only_these_names(_passes.ATTENTION)
                 o = jax.checkpoint(lambda *a: f(*a, None)[0], policy=policy)(q, k, v)
             elif wrap == "scan":
                 o, _ = jax.lax.scan(lambda q, _: (f(q, k, v, None)[0], None), q, None, length=3)
@@ -322,7 +322,7 @@ def test_a_saved_result_is_not_computed_again():
             text.count(f"jflux_{op}[") for op in (all_gather_attention.OP, flash_attention.BACKWARD)
         ]
 
-    named = jax.checkpoint_policies.save_only_these_names(_split_sequence.ATTENTION)
+    named = jax.checkpoint_policies.save_only_these_names(_passes.ATTENTION)
     assert passes(None) == [2, 1] and passes(named) == [1, 1]
 
 

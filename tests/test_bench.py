@@ -950,7 +950,7 @@ def test_attentions_that_are_not_installed_are_named(capsys):
 
 def test_decoding_is_checked_and_timed():
     ranks = min(2, RANKS)
-    case = attention.Case("tiny", 16 * ranks, 4, 2, False, batch=2, decode=True, width=8)
+    case = attention.Case("tiny", 16 * ranks, 4, 2, False, batch=2, decode=True, width=64)
     row = attention.measure(case, ranks, rounds=1)
     assert 0 < row["error"] <= 2
     assert row["J"]["median"] > 0 and row["G"]["median"] > 0
@@ -959,7 +959,7 @@ def test_decoding_is_checked_and_timed():
 
 def test_decoding_with_a_cache_is_checked_and_timed(monkeypatch):
     ranks = min(2, RANKS)
-    sizes = {"B": 3, "D": 32, "H": 4, "G": 2, "C": 8, "PROMPT": 16, "STEPS": 3}
+    sizes = {"B": 3, "D": 32, "H": 4, "G": 2, "C": 64, "PROMPT": 16, "STEPS": 3}
     for name, size in sizes.items():
         monkeypatch.setattr(cache_check, name, size)
     mesh = make_mesh((ranks, 1), ("cp", "tp"))
@@ -1027,7 +1027,7 @@ def test_grouped_products_of_others_are_columns(monkeypatch, capsys):
 
 @pytest.mark.parametrize("kind", experts.LISTS)
 def test_what_moves_tokens_is_checked_and_timed(kind):
-    row = experts.MEASURES[kind](experts.Case("tiny", 16, 32, 4, 2, 24), min(2, RANKS), rounds=1)
+    row = experts.MEASURES[kind](experts.Case("tiny", 16, 32, 4, 2, 32), min(2, RANKS), rounds=1)
     assert len(experts.cells(row)) == len(experts.HEADINGS[kind].split(" | "))
 
 

@@ -21,7 +21,7 @@ from jflux._ops.attention import (
     _cudnn,
     _cudnn_by_chunks,
     _one_device,
-    _split_sequence,
+    _passes,
 )
 from jflux._ops.attention._blockwise import Scores
 from jflux._ops.attention.sequence_layouts import causal_positions
@@ -163,7 +163,7 @@ def test_what_has_other_masks_or_scores_stays_in_blocks(calls, change):
 @pytest.mark.parametrize("wrap", ["remat", "scan", "vmap", "saved by name", "no types"])
 def test_transforms(calls, wrap, ring):
     case = Case(world=2, own=6, batch=1, ring=ring)
-    named = jax.checkpoint_policies.save_only_these_names(_split_sequence.ATTENTION)
+    named = jax.checkpoint_policies.save_only_these_names(_passes.ATTENTION)
 
     def wrapped(f):
         if wrap == "remat":

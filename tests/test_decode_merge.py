@@ -107,7 +107,7 @@ def test_plans():
     def plan(rows, width=128, world=2, dtype="float32", platform="cuda", **switches):
         x = jax.ShapeDtypeStruct((rows, width + 1), jnp.dtype(dtype))
         with jflux.config(always=False, **switches):
-            return decode_merge._plan(
+            return decode_merge._op.plan(
                 (x,), decode_merge.Params(("tp",), world, False),
                 Machine(platform, 132, 320.0, 1 << 32),
             )  # fmt: skip

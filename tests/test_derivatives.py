@@ -119,7 +119,7 @@ def _with_norm(name, norm, operands):
 
 GATE = ((2, 4), (4, 3), (4, 3), (3,), (3,))
 AGM, MRS = ("all_gather_matmul",), ("matmul_reduce_scatter",)
-# Shards that are exchanged have whole 16-byte units of columns: for others GPUs have no kernel.
+# Shards that are exchanged have whole 16-byte vectors of columns: for others GPUs have no kernel.
 CASES = (
     Case("all_gather_matmul", _op("all_gather_matmul"), ((2, 4), (4, 3)), 0, (0, 1), AGM, MRS),
     Case(

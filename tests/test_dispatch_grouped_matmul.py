@@ -413,12 +413,12 @@ def test_plans_are_for_the_rows_that_a_rank_has():
         own = *own, array(slots, dtype=i32)
         w = array(experts, width, width)
         params = all_gather_grouped_matmul.Params(("tp",), world, False, bf16, owners=owners)
-        gather = all_gather_grouped_matmul.RULES.plan(
+        gather = all_gather_grouped_matmul._op.plan(
             [array(tokens, width), w, *own], params, machine
         )
         params = grouped_matmul_reduce_scatter.Params(("tp",), world, False, bf16, owners)
         arrays = [array(slots, width), w, array(world * tokens, k, dtype=jnp.float32), *own]
-        return gather, grouped_matmul_reduce_scatter.RULES.plan(arrays, params, machine)
+        return gather, grouped_matmul_reduce_scatter._op.plan(arrays, params, machine)
 
     for tokens in (1024, 2048, 4096, 8192):
         for whole, half in zip(plans(tokens, 1), plans(2 * tokens, 2), strict=True):

@@ -67,18 +67,18 @@ def test_preferred_element_type_is_canonical(op, x64):
     mesh = make_mesh((2,))
     x, w = small(op, np.float32, np.float32)
     for preferred in PREFERRED:
+        both = [jax.jit(per_device(mesh, f)) for f in pair(op, preferred_element_type=preferred)]
         with jax.enable_x64(x64):
-            got, want = (
-                jax.jit(per_device(mesh, f))(x, w)
-                for f in pair(op, preferred_element_type=preferred)
-            )
+            got = jax.eval_shape(both[0], x, w)
             expected = jax.eval_shape(
                 functools.partial(lax.dot, preferred_element_type=preferred),
                 x[0, 0, :2],
                 x[0, 0, :2],
             )
-        assert got.dtype == expected.dtype
-        assert_same(got, want)
+            assert got.dtype == expected.dtype
+            # XLA for GPUs multiplies no real matrices to complex ones.
+            if preferred is not complex or takes(x.dtype, w.dtype, preferred):
+                assert_same(*(f(x, w) for f in both))
 
 
 @EACH_OP
@@ -138,10 +138,11 @@ FLOAT8 = [
 LESS = [ml_dtypes.float4_e2m1fn, ml_dtypes.int4, ml_dtypes.uint4]
 
 
-def takes(x_dtype, w_dtype):
+def takes(x_dtype, w_dtype, preferred=None):
     """Whether `lax` multiplies such operands here."""
+    dot = functools.partial(lax.dot, preferred_element_type=preferred)
     try:
-        jax.jit(lax.dot)(jnp.ones((2, 2), x_dtype), jnp.ones((2, 2), w_dtype))
+        jax.jit(dot)(jnp.ones((2, 2), x_dtype), jnp.ones((2, 2), w_dtype))
     except (TypeError, NotImplementedError, jax.errors.JaxRuntimeError):
         return False
     return True
@@ -161,10 +162,16 @@ def test_narrow_operands(op, dtype):
         pytest.skip("lax does not take it")
     mesh, is_float = make_mesh((2,)), np.dtype(dtype) in map(np.dtype, [*FLOAT8, *LESS[:1]])
     x, w = small(op, dtype, dtype)
-    got, want = (
-        jax.jit(per_device(mesh, functools.partial(pulled, f) if is_float else f))(x, w)
-        for f in pair(op)
+    f, reference = (
+        jax.jit(per_device(mesh, functools.partial(pulled, f) if is_float else f)) for f in pair(op)
     )
+    try:
+        want = reference(x, w)
+    except jax.errors.JaxRuntimeError as error:
+        if "not supported by NCCL" not in str(error):
+            raise
+        pytest.skip("lax does not send it")
+    got = f(x, w)
     assert jax.tree.leaves(got)[0].dtype == dtype
     assert_same(got, want)
 

@@ -106,7 +106,7 @@ def test_a_padded_call_says_so():
     machine = Machine("cuda", sm_count=132, link_gbps=320)
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 1001), (1001, 512))]
     params = all_gather_matmul.Params(("tp",), 2, 0, ("y",), False, np.dtype(jnp.bfloat16))
-    assert all_gather_matmul._plan(arrays, params, machine).path == Path.FUSED
+    assert all_gather_matmul._op.plan(arrays, params, machine).path == Path.FUSED
     bound = []
 
     def record(*operands, params):
@@ -119,7 +119,7 @@ def test_a_padded_call_says_so():
         (y,) = jax.eval_shape(canonical, *arrays)
     ((padded, changed),) = bound
     assert y.shape == (2048, 512) and padded[0].shape == (1024, 1024)
-    plan = all_gather_matmul._plan(padded, changed, machine)
+    plan = all_gather_matmul._op.plan(padded, changed, machine)
     assert plan.path == Path.FUSED and _product.PADDED in plan.reason
     call = explain.Explained("all_gather_matmul", (), (), plan)
     assert "  reason  k and n are padded, to rows of whole 64 bytes; " in str(call)
@@ -194,9 +194,10 @@ def test_what_cannot_be_jitted():
 
 def test_no_mesh_is_known():
     """The rules of a lowering, of a call whose devices are not known."""
-    plan, machine = plan_call(None, [jnp.zeros((2, 2))], [jnp.zeros((2, 2))], None, "cpu", None)
-    assert plan.unsupported and "mesh is abstract" in plan.reason and machine is None
-    plan, _ = plan_call(None, [jnp.zeros((0, 2))], [jnp.zeros((2, 2))], None, "cpu", None)
+    op, results = all_gather_matmul._op, [jnp.zeros((2, 2))]
+    plan = plan_call(op, [jnp.zeros((2, 2))], results, None, "cpu").plan
+    assert plan.unsupported and "mesh is abstract" in plan.reason
+    plan = plan_call(op, [jnp.zeros((0, 2))], results, None, "cpu").plan
     assert (plan.path, plan.unsupported) == (Path.REFERENCE, False) and "empty" in plan.reason
 
 

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_programs import Library
-from harness import examples, make_mesh
+from harness import PLATFORM, examples, make_mesh
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _config, _native
-from jflux._ops.attention import _blockwise, flash_attention
+from jflux._ops.attention import _blockwise, all_gather_attention, flash_attention
 from jflux._ops.attention._blockwise import Positions, Scores
 from jflux._ops.attention.sequence_layouts import own_positions
 
@@ -204,7 +204,8 @@ def test_blocks_of_the_backward_pass(with_cuda, width, by_keys):
 
 def test_ranks_get_them_too(with_cuda):
     *operands, _ = arrays(length=256)
-    spec = P(None, "tp")
+    spec, cpus = P(None, "tp"), PLATFORM == "cpu"
+    op = flash_attention.OP if cpus else all_gather_attention.OP
 
     def attend(q, k, v):
         return jflux.attention(q, k, v, axis_name="tp", causal=True, layout="striped")
@@ -219,9 +220,9 @@ def test_ranks_get_them_too(with_cuda):
                 check_vma=check_vma,
             )
         )
-        with jflux.config(strict=False):  # the mesh's devices are CPUs, so gathers are lax's
+        with jflux.config(strict=not cpus):  # where gathers are lax's; GPUs' kernel gathers itself
             text = program(f, *operands)
-        assert text.count("custom_call @jflux_flash_attention(") == 1
+        assert text.count(f"custom_call @jflux_{op}(") == 1
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 from jflux import _heap, _native
 from jflux._call import gpu_code, local_ops, plans, primitives
+from jflux._call.forms import Call, choose
 from jflux._call.gpu_code import HOPPER, PORTABLE
 from jflux._call.plans import Machine
 from jflux._ops._spec import all_ops
@@ -123,26 +124,29 @@ def test_local_ops(gpus, unchecked):
     few, many = (
         routing.Params(num_experts=experts, capacity=-1) for experts in (64, routing._MOST_EXPERTS)
     )
-    rules = local_ops.LocalRules(
-        name="moe_route", result_shapes=None, reference=None, why_not=routing._why_not,
-        why_not_portable=routing._why_not_portable, attributes=None, batch=None,
-        checked_on_gpus=True,
+
+    def plan_of(form, params):
+        return choose([form], Call([x], params), Machine("cuda"))[0]
+
+    route = local_ops.kernel(
+        "moe_route", why_not=routing._why_not, why_not_portable=routing._why_not_portable,
+        attributes=None, checked_on_gpus=True,
     )  # fmt: skip
-    product = dataclasses.replace(
-        rules, name="grouped_matmul", why_not_portable=local_ops._takes_all
+    product = local_ops.kernel(
+        "grouped_matmul", why_not=routing._why_not, attributes=None, checked_on_gpus=True
     )
     with jflux.config(unchecked_kernels=unchecked):
         gpus(["9.0"], [90])
         for params in (few, many):
-            assert local_ops.plan_call(rules, [x], params, "cuda").path == "fused"
+            assert plan_of(route, params).path == "fused"
         gpus(["12.0"], [80])
-        plan = local_ops.plan_call(rules, [x], few, "cuda")
+        plan = plan_of(route, few)
         assert (plan.path == "fused") == unchecked
         assert unchecked or "compiled for a GPU and have not been checked" in plan.reason
-        plan = local_ops.plan_call(rules, [x], many, "cuda")
+        plan = plan_of(route, many)
         assert plan.path == "reference" and plan.unsupported
         assert not unchecked or "the kernel takes up to 720 on GPUs other" in plan.reason
-        plan = local_ops.plan_call(product, [x], few, "cuda")
+        plan = plan_of(product, few)
         assert "kernels are for compute capability 9.0" in plan.reason and plan.unsupported
 
 
@@ -151,12 +155,12 @@ def calls_on(arch, monkeypatch, f, *args):
     machine = Machine("cuda", sm_count=108, link_gbps=250, device_kind="an A100", arch=arch)
     found = []
 
-    def plan_call(rules, avals, avals_out, params, platform, mesh):
-        if why := machine.why_no_kernel(rules.name):
-            found.append((rules.name, plans.unsupported(why)))
+    def plan_call(op, avals, avals_out, params, platform, mesh):
+        if why := machine.why_no_kernel(op.name):
+            found.append((op.name, plans.unsupported(why)))
         else:
-            found.append((rules.name, rules.plan(avals, params, machine)))
-        return plans.reference("planned"), None
+            found.append((op.name, op.plan(avals, params, machine)))
+        return primitives.Planned(plans.reference("planned"))
 
     monkeypatch.setattr(primitives, "plan_call", plan_call)
     jax.clear_caches()

@@ -17,6 +17,8 @@ import jflux
 import jflux.nn
 from jflux import _native, testing
 from jflux._call import local_ops, tuning_tables
+from jflux._call.forms import Call, choose
+from jflux._call.plans import Machine
 from jflux._ops import _lax
 from jflux._ops._epilogue import ACTIVATIONS
 from jflux._ops.products import _grouped_primitives as primitives
@@ -407,14 +409,17 @@ def test_explains_its_path():
 @pytest.mark.parametrize("checked", [False, True])
 def test_gpus_take_the_reference_until_a_kernel_is_checked(checked, monkeypatch):
     monkeypatch.setattr(_native, "lib", types.SimpleNamespace(built_with_cuda=lambda: True))
-    rules = local_ops.LocalRules(
-        name="an_op", result_shapes=None, reference=None, why_not=lambda *_: None,
-        attributes=None, batch=None, checked_on_gpus=checked,
-    )  # fmt: skip
+    form = local_ops.kernel(
+        "an_op", why_not=lambda *_: None, attributes=None, checked_on_gpus=checked
+    )
+
+    def plan_on(platform):
+        return choose([form], Call([], None), Machine(platform))[0]
+
     for switch in (False, True):
         with jflux.config(unchecked_kernels=switch):
-            plan = local_ops.plan_call(rules, [], None, "cuda")
-            assert local_ops.plan_call(rules, [], None, "cpu").path == "fused"
+            plan = plan_on("cuda")
+            assert plan_on("cpu").path == "fused"
         assert (plan.path == "fused") == (checked or switch)
         assert checked or switch or "unchecked_kernels=True" in plan.reason
 
@@ -581,7 +586,7 @@ def test_a_configuration_that_is_forced_on_all_products_is_for_those_that_have_i
     tile = (choice.tile_n, choice.cluster_m)
     has_it = tile in _native.GROUPED_TILES and not (gated and choice.tile_n % 128)
     assert tuple(forced) == (tile if has_it else ())
-    half = _native.DTYPES.index("bfloat16")
+    half = _native.dtype_number("bfloat16")
     call = {
         "world": 2, "tokens": 64, "choices": 1, "k": 64, "n": 64, "groups": 2, "dtype": half,
         "out_dtype": half, "transpose_rhs": 0, "gated": int(gated),

@@ -298,7 +298,7 @@ def plan_on_gpus(tokens, experts, choices=2, k=1024, n=1024, world=2, dtype="bfl
         )
     ]  # fmt: skip
     with jflux.config(always=always):
-        return grouped_matmul_reduce_scatter.RULES.plan(
+        return grouped_matmul_reduce_scatter._op.plan(
             arrays, params, Machine("cuda", 132, 320.0, 1 << 32)
         )
 

@@ -145,8 +145,7 @@ def _gather_plan(rows, n, dtype=jnp.bfloat16, levels=LEVELS, **options):
     w = jax.ShapeDtypeStruct((8192, n), dtype)
     params = all_gather_matmul.Params(("tp",), 8, 0, ("y",), False, np.dtype(dtype), **options)
     with jflux.config(always=False):
-        plan = _two_level_plan.plan_rule(all_gather_matmul._plan, all_gather_matmul._step)
-        return plan([x, w], params, CUDA, levels)
+        return all_gather_matmul._op.plan([x, w], params, CUDA, levels)
 
 
 def test_products_with_few_rows_are_decomposed():
@@ -183,7 +182,7 @@ def test_sums_for_all_ranks():
         params = matmul_all_reduce.Params(
             all_reduce.Params(("tp",), 8, None), False, np.dtype(jnp.bfloat16), None
         )
-        return matmul_all_reduce._plan_two_level([x, w], params, CUDA, LEVELS)
+        return matmul_all_reduce._op.plan([x, w], params, CUDA, LEVELS)
 
     with jflux.config(always=False):
         assert plan(64, 4096).path == Path.DECOMPOSED  # small: the sum has its own two levels
@@ -196,10 +195,10 @@ def test_large_collectives_are_lax_s():
     x = jax.ShapeDtypeStruct((1 << 28,), np.uint8)
     params = exchange.Params(("tp",), 8, None, 0)
     with jflux.config(always=False):
-        plan = exchange._plan_two_level([x], params, CUDA, LEVELS, "all_gather")
+        plan = exchange._ops["all_gather"].plan([x], params, CUDA, LEVELS)
         assert plan.path == Path.REFERENCE and not plan.unsupported
         small = jax.ShapeDtypeStruct((1 << 10,), np.uint8)
-        plan = exchange._plan_two_level([small], params, CUDA, LEVELS, "all_gather")
+        plan = exchange._ops["all_gather"].plan([small], params, CUDA, LEVELS)
         assert plan.path == Path.TWO_LEVEL
 
 
@@ -208,8 +207,8 @@ def test_collectives_of_one_rank_on_each_node_are_lax_s():
     alone, x = _levels("abcdefgh"), jax.ShapeDtypeStruct((1 << 10,), np.float32)
     exchanged = exchange.Params(("tp",), 8, None, 0)
     plans = (
-        exchange._plan_two_level([x], exchanged, CUDA, alone, "all_gather"),
-        all_reduce._plan_two_level([x], all_reduce.Params(("tp",), 8, None), CUDA, alone),
+        exchange._ops["all_gather"].plan([x], exchanged, CUDA, alone),
+        all_reduce._op.plan([x], all_reduce.Params(("tp",), 8, None), CUDA, alone),
     )
     for plan in plans:
         assert plan.path == Path.REFERENCE and not plan.unsupported
@@ -220,5 +219,5 @@ def test_an_algorithm_that_is_asked_for_runs_inside_nodes():
     x = jax.ShapeDtypeStruct((1 << 20,), np.float32)
     for algorithm, whole in ((None, 0), ("two_shot", 1)):
         params = all_reduce.Params(("tp",), 8, algorithm)
-        plan = all_reduce._plan_two_level([x], params, CUDA, LEVELS)
+        plan = all_reduce._op.plan([x], params, CUDA, LEVELS)
         assert plan.config["whole"] == whole

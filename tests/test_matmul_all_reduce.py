@@ -43,14 +43,16 @@ def way(request, monkeypatch):
     if request.param != "scattered":
         yield request.param
         return
-    plan = plans.decomposed("this test asks for it")
 
-    def scattered(arrays, params, machine):
-        rows = arrays[0].shape[0]
-        return dataclasses.replace(plan, config={"scattered": int(rows % params.world == 0)})
+    def scattered(call, machine):
+        divides = call.arrays[0].shape[0] % call.params.world == 0
+        return plans.decomposed("this test asks for it") if divides else None
 
-    rules = dataclasses.replace(matmul_all_reduce._rules, plan=scattered)
-    monkeypatch.setattr(matmul_all_reduce, "_primitive", matmul_all_reduce._make(rules))
+    _, _, form, last = matmul_all_reduce._op.forms
+    op = dataclasses.replace(
+        matmul_all_reduce._op, forms=(dataclasses.replace(form, takes=scattered), last)
+    )
+    monkeypatch.setattr(matmul_all_reduce, "_primitive", matmul_all_reduce._make(op))
     yield request.param
 
 
@@ -177,7 +179,7 @@ def _plan(rows, columns, k=64, dtype=jnp.bfloat16, out=None, heap=2 << 30, world
     )
     with jflux.config(always=False):
         machine = Machine("cuda", sm_count=132, link_gbps=320, heap_bytes=heap)
-        return matmul_all_reduce._plan([x, w], params, machine)
+        return matmul_all_reduce._op.plan([x, w], params, machine)
 
 
 def test_what_no_products_kernel_takes_is_summed_by_all_reduces():
@@ -249,7 +251,7 @@ def test_which_calls_the_kernel_of_gpus_takes():
     assert fits(2048, 8192) and fits(512, 8192) and fits(768, 8192, world=3)
     assert not fits(2048 + 4, 8192) and not fits(256, 8192)  # whole tiles for each rank
     assert fits(128, 12288, world=2) and not fits(128, 12288) and not fits(128, 2048, world=2)
-    assert not fits(2048, 8193) and not fits(2048, 8192, k=63)  # whole units of 16 bytes
+    assert not fits(2048, 8193) and not fits(2048, 8192, k=63)  # whole vectors
     assert not fits(2048, 8192, out=np.float32)
     # Data take at most half of the heap; what does not fit is scattered and gathered.
     # Here 32 MiB of data for two calls, and signals.

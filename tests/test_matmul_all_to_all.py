@@ -101,7 +101,7 @@ def _on_gpus(call, mesh):
         call.out_dtype,
     )  # fmt: skip
     arrays = [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in operands(call, mesh, "tp")]
-    plan = matmul_all_to_all._plan(arrays, params, GPU)
+    plan = matmul_all_to_all._op.plan(arrays, params, GPU)
     if plan.path == Path.DECOMPOSED:
         return plan, None
     return plan, matmul_all_to_all._canonical(arrays, params, GPU)
@@ -112,8 +112,8 @@ def _on_gpus(call, mesh):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("k, n", [(9, 8), (16, 8), (16, 12)])
 def test_operands_as_gpus_are_given_them(k, n, transposed, split, concat):
-    """k padded to whole units, ranks before leading rows, or a product and an exchange where the
-    columns of a shard are no whole units: the results are the same."""
+    """k padded to whole vectors, ranks before leading rows, or a product and an exchange where the
+    columns of a shard are no whole vectors: the results are the same."""
     mesh = make_mesh((RANKS,))
     call = EXCHANGE(
         lead=(2, 3), k=k, n=n, dtype=jnp.bfloat16, transpose_rhs=transposed, split=split,
@@ -121,7 +121,7 @@ def test_operands_as_gpus_are_given_them(k, n, transposed, split, concat):
     )  # fmt: skip
     plan, canonical = _on_gpus(call, mesh)
     if n == 12:
-        assert plan.path == Path.DECOMPOSED and "no whole 16-byte units" in plan.reason
+        assert plan.path == Path.DECOMPOSED and "no whole 16-byte vectors" in plan.reason
         return
     # Which dimension of rows takes part, if any, and is not the first.
     behind_others = {split % 3, concat % 3} & {1}

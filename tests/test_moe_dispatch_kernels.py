@@ -22,7 +22,7 @@ from test_expert_parallel import KINDS, choices, dense, expected, layer
 
 import jflux
 from jflux import _config
-from jflux._call import explain, plans
+from jflux._call import explain, forms, plans
 from jflux._ops.experts import _dispatch_primitives
 from jflux._ops.experts._dispatch_primitives import KernelHandle
 
@@ -54,7 +54,7 @@ def _both(f, *args):
 @pytest.fixture
 def by_gathers(monkeypatch):
     """The kernels are not taken, and the handle is theirs."""
-    monkeypatch.setattr(_dispatch_primitives, "_plan_of", lambda *_: plans.decomposed("a test"))
+    monkeypatch.setattr(forms, "native_plan", lambda *_, **__: forms.WhyNot("a test"))
     jax.clear_caches()  # the plan is not in the key of what was lowered before
     yield
     jax.clear_caches()
@@ -282,7 +282,7 @@ def test_signals_do_not_crowd_out_the_kernel():
     def planned(heap_bytes):
         machine = plans.Machine("cuda", 132, 320.0, heap_bytes)
         with _config.override(always=False):
-            return _dispatch_primitives._plan_combine([y, part], combine, machine)
+            return _dispatch_primitives._combine_op.plan([y, part], combine, machine)
 
     wide, narrow, none = (planned(mib << 20) for mib in (2048, 1024, 256))
     assert wide.path == narrow.path == plans.Path.FUSED

@@ -1,7 +1,6 @@
 """Plans are pure functions of (call, machine, tuned entry): what GPUs would do, without one."""
 
 import dataclasses
-import functools
 import logging
 import pathlib
 import types
@@ -57,7 +56,7 @@ def gather(rows, n, k, ranks=TWO, dtype=jnp.bfloat16, **changes):
     out = np.dtype(changes.pop("out", dtype))
     params = all_gather_matmul.Params(("tp",), ranks, 0, ("y",), False, out, **changes)
     return (
-        all_gather_matmul._plan,
+        all_gather_matmul._op.plan,
         [_array((rows // ranks, k), dtype), _array((k, n), dtype)],
         params,
     )
@@ -65,32 +64,32 @@ def gather(rows, n, k, ranks=TWO, dtype=jnp.bfloat16, **changes):
 
 def scatter(rows, n, k, ranks=TWO, dtype=jnp.bfloat16, **changes):
     params = matmul_reduce_scatter.Params(("tp",), ranks, 0, False, np.dtype(dtype), **changes)
-    return matmul_reduce_scatter._plan, [_array((rows, k), dtype), _array((k, n), dtype)], params
+    return matmul_reduce_scatter._op.plan, [_array((rows, k), dtype), _array((k, n), dtype)], params
 
 
 def columns(rows, n, k, ranks=TWO, dtype=jnp.bfloat16, **changes):
     """matmul_all_to_all of so many rows of a rank."""
     out = np.dtype(changes.pop("out", dtype))
     params = matmul_all_to_all.Params(("tp",), ranks, 1, 0, False, out, **changes)
-    return matmul_all_to_all._plan, [_array((rows, k), dtype), _array((k, n), dtype)], params
+    return matmul_all_to_all._op.plan, [_array((rows, k), dtype), _array((k, n), dtype)], params
 
 
 def summed(rows, n, k, ranks=TWO, dtype=jnp.bfloat16, **changes):
     """matmul_all_reduce."""
     sums = all_reduce.Params(("tp",), ranks, None)
     params = matmul_all_reduce.Params(sums, False, np.dtype(dtype), None, **changes)
-    return matmul_all_reduce._plan, [_array((rows, k), dtype), _array((k, n), dtype)], params
+    return matmul_all_reduce._op.plan, [_array((rows, k), dtype), _array((k, n), dtype)], params
 
 
 def reduced(elements, ranks=TWO, dtype=jnp.bfloat16, algorithm=None):
     params = all_reduce.Params(("tp",), ranks, algorithm)
-    return all_reduce._plan, [_array((elements,), dtype)], params
+    return all_reduce._op.plan, [_array((elements,), dtype)], params
 
 
 def gathered(elements, ranks=TWO, dtype=jnp.bfloat16):
     params = exchange.Params(("tp",), ranks, None, 0)
     return (
-        functools.partial(exchange._plan, kind="all_gather"),
+        exchange._ops["all_gather"].plan,
         [_array((elements,), dtype)],
         params,
     )
@@ -105,6 +104,7 @@ def plan_of(call, machine=GPU, tuned=None):
 
 FUSED, LAX = Path.FUSED, Path.REFERENCE  # DECOMPOSED is Path's too
 F32 = np.float32
+BF16 = np.dtype(jnp.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ F32 = np.float32
         (reduced(1 << 25), GPU, None, LAX, "67108864 bytes, for which lax.psum is faster"),
         (reduced(1 << 22), dataclasses.replace(GPU, heap_bytes=1 << 20), None, LAX, "than half"),
         # What no kernel takes, and what CPUs do.
-        (gather(8192, 24576, 1024, dtype=F32), GPU, None, LAX, "float32 operands on cuda"),
+        (gather(8192, 24576, 1024, dtype=F32), GPU, None, LAX, "operands are float32"),
         (gather(8, 16, 16, dtype=F32), CPU, None, FUSED, "CPU back end runs every call"),
         (gather(8, 16, 16), CPU, DECOMPOSED, DECOMPOSED, "in a tuning table"),
     ],
@@ -194,13 +194,13 @@ def test_slow_links_make_raster_groups_shorter_and_thresholds_higher():
 )
 def test_calls_that_are_padded_are_planned_by_the_sizes_that_the_kernel_sees(call):
     plan = plan_of(call)
-    assert plan.path == Path.FUSED and plan.key.k == 1024 and plan.key.n % _product_plan.UNIT == 0
+    assert plan.path == Path.FUSED and plan.key.k == 1024 and plan.key.n % 8 == 0
 
 
 def test_leading_rows_are_planned_in_rank_order():
     params = matmul_reduce_scatter.Params(("tp",), 2, 1, False, np.dtype(jnp.bfloat16))
     arrays = [_array((64, 48, 1024)), _array((1024, 2048))]
-    plan = matmul_reduce_scatter._plan(arrays, params, GPU)
+    plan = matmul_reduce_scatter._op.plan(arrays, params, GPU)
     assert plan.path == Path.FUSED and plan.key.rows == 64 * 48
 
 
@@ -250,7 +250,7 @@ def test_operands_of_any_size_get_into_the_form_that_gpus_take(call, sizes, lowe
     if sizes["k"] == 9:
         assert _product.PADDED in last.reason or _product.RANK_MAJOR in last.reason
         assert last.key.k % _product_plan.PADDED_TO == 0
-    assert last.config["tile_n"] > 0 and last.key.k % _product_plan.UNIT == 0
+    assert last.config["tile_n"] > 0 and last.key.k % 8 == 0
 
 
 @pytest.mark.usefixtures("lowered_for_gpus")
@@ -263,8 +263,8 @@ def test_grids_of_collectives_go_by_the_smallest_gpu():
 
 
 def test_what_must_be_padded_becomes_whole_64_bytes():
-    assert [_product_plan.padded(n) for n in (1, 9, 31, 4099)] == [32, 32, 32, 4128]
-    assert [_product_plan.padded(n) for n in (8, 4104, 8192)] == [8, 4104, 8192]  # no copies
+    assert [_product_plan.padded(n, BF16) for n in (1, 9, 31, 4099)] == [32, 32, 32, 4128]
+    assert [_product_plan.padded(n, BF16) for n in (8, 4104, 8192)] == [8, 4104, 8192]  # no copies
     plan = plan_of(scatter(16364, 4099, 5501, FOUR))
     assert (plan.key.n, plan.key.k) == (4128, 5504)
 
@@ -359,7 +359,7 @@ def _rows_by_ranks():
     def is_merged(ranks, sequences):
         parts = _array((64 * sequences, 129), np.float32)
         params = decode_merge.Params(("cp",), ranks, False)
-        return decode_merge._plan([parts], params, GPU).path == Path.FUSED
+        return decode_merge._op.plan([parts], params, GPU).path == Path.FUSED
 
     def routed(tokens, experts, k):
         return [_array(s, np.int32) for s in ((experts + 1,), (tokens, k), (tokens * k,))]
@@ -370,7 +370,7 @@ def _rows_by_ranks():
         params = all_gather_grouped_matmul.Params(
             ("tp",), ranks, False, w.dtype, "silu", gated=True
         )
-        return all_gather_grouped_matmul.RULES.plan(arrays, params, machine)
+        return all_gather_grouped_matmul._op.plan(arrays, params, machine)
 
     def is_gathered(ranks, tokens):
         return gathered_tokens(ranks, tokens).path == Path.FUSED
@@ -383,7 +383,7 @@ def _rows_by_ranks():
         h, w = _array((2 * tokens, 14336 // ranks)), _array((8, 14336 // ranks, 4096))
         arrays = [h, w, _array((tokens, 2), np.float32), *routed(tokens, 8, 2)]
         params = grouped_matmul_reduce_scatter.Params(("tp",), ranks, False, w.dtype)
-        return grouped_matmul_reduce_scatter.RULES.plan(arrays, params, GPU).path == Path.FUSED
+        return grouped_matmul_reduce_scatter._op.plan(arrays, params, GPU).path == Path.FUSED
 
     def least(is_kernel, ranks):
         return next(t for t in (1 << i for i in range(5, 20)) if is_kernel(ranks, t))
@@ -447,14 +447,37 @@ def test_the_page_says_what_changes_with_the_number_of_ranks():
 def test_constants_of_the_native_module():
     """Docs, messages and docstrings have these by number, and so would a kernel that changed."""
     assert (_native.MAX_RANKS, _native.MAX_WEIGHTS) == (8, 4)
-    assert (_native.TILE_ROWS, _native.UNIT) == (128, 8)
-    assert set(_native.DTYPES) == {"float16", "bfloat16", "float32", "float64"}
-    assert [_native.dtype_number(d) for d in _native.DTYPES] == list(range(4))
-    assert {np.dtype(d) for d in _native.DTYPES} == _product.CPU_DTYPES
+    assert (_native.TILE_ROWS, _native.VECTOR_BYTES) == (128, 16)
     assert set(_native.ACTIVATIONS) == {"relu", "silu", "gelu", "gelu_tanh"}
     assert _native.number_of(None, _native.NORMS) == 0
     assert [_native.number_of(n, _native.NORMS) for n in _native.NORMS] == [1, 2]
     assert _native.ALL_REDUCE_ALGORITHMS == all_reduce.ALGORITHMS
+
+
+def test_formats_of_the_native_module():
+    """What an op says of a type follows from the table of formats and from the op's entry."""
+    halves, singles = {"float16", "bfloat16"}, {"float32", "float64"}
+    assert set(_native.FORMATS) == halves | singles
+    assert [_native.dtype_number(d) for d in _native.FORMATS] == list(range(4))
+    for name, row in _native.FORMATS.items():
+        assert row.bits == 8 * np.dtype(name).itemsize
+        assert (row.hopper is None) == (row.portable is None) == (name in singles)
+        assert row.accumulator == ("float64" if name == "float64" else "float32")
+    assert _product.DTYPES["cpu"] == {np.dtype(d) for d in _native.FORMATS}
+    assert _product.DTYPES["cuda"] == {np.dtype(d) for d in halves}
+
+    def why_not(*call):
+        return _native.why_not_dtypes("matmul_reduce_scatter", *call)
+
+    assert why_not("cuda", BF16) is why_not("cuda", BF16, F32) is why_not("cpu", F32) is None
+    assert why_not("cuda", BF16, "float16") == (
+        "results are float16, the kernels give bfloat16, float32"
+    )
+    assert why_not("cuda", F32) == "operands are float32, the kernels take float16, bfloat16"
+    assert why_not("cpu", "int8").startswith("operands are int8, the kernels take float16, ")
+    assert _native.why_not_dtypes("matmul_all_to_all", "cuda", BF16, F32) == (
+        "results are float32, the kernels give bfloat16"
+    )
 
 
 def test_few_rows_are_the_same_in_both_languages():
@@ -466,7 +489,7 @@ def test_few_rows_are_the_same_in_both_languages():
         call = {**fields, **types, "inner": rows // 2}
         assert GPU.native_plan("matmul_all_reduce", call)["workspace_bytes"] > 0
     assert not matmul_all_reduce.are_few_rows(130, 12288, 2)
-    with pytest.raises(ValueError, match="matmul_all_reduce: the GPU kernels take"):
+    with pytest.raises(ValueError, match="matmul_all_reduce: each rank must have"):
         GPU.native_plan("matmul_all_reduce", {**fields, **types, "inner": 65})
 
 

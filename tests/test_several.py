@@ -139,7 +139,7 @@ def test_clusters_that_share_the_k_of_several_terms(sizes):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("sizes", [(16,), (7, 130), (8, 24), (8, 16, 8, 24, 32)], ids=str)
 def test_operands_as_gpus_are_given_them(sizes, transposed):
-    """Padded to whole units, or copied together, as for CUDA: the results are the same."""
+    """Padded to whole vectors, or copied together, as for CUDA: the results are the same."""
     mesh, k = make_mesh((RANKS,)), 9
     x = normal(0, (RANKS, 5, k), BF16)
     ws = _weights(1, [(k, n) for n in sizes], transposed)
@@ -148,9 +148,9 @@ def test_operands_as_gpus_are_given_them(sizes, transposed):
 
     def as_on_gpus(module, params, operands):
         machine = Machine("cuda", sm_count=132, link_gbps=320)
-        assert module._plan(operands, params, machine).path == Path.FUSED
+        assert module._op.plan(operands, params, machine).path == Path.FUSED
         canonical = module._canonical(operands, params, machine)
-        assert canonical is not None  # k = 9 and n = 12 are not whole units
+        assert canonical is not None  # k = 9 and n = 12 are not whole vectors
         return canonical(*operands)
 
     def gather(x, *ws):

@@ -330,7 +330,7 @@ def test_a_reference_is_wanted_and_must_fit(kernels):
 
 def test_without_triton(kernels, monkeypatch):
     assert compiling.why_no_triton() is None
-    plan = symm_call._plan([], _params(kernels, "ring", 2), H100)
+    plan = symm_call._op.plan([], _params(kernels, "ring", 2), H100)
     assert plan.path == Path.FUSED
     assert plan.workspace_bytes == _native.lib.custom_workspace_bytes(
         2 * 1024 + 2 * 4 * kernels.BLOCK * kernels.PROGRAMS // 2, kernels.PROGRAMS
@@ -339,7 +339,7 @@ def test_without_triton(kernels, monkeypatch):
     assert compiling.why_no_triton() == "Triton 3.4.0 is too old: pip install 'triton>=3.5'"
     monkeypatch.setitem(sys.modules, "triton", None)
     assert compiling.why_no_triton() == "Triton is not installed: pip install 'triton>=3.5'"
-    plan = symm_call._plan([], _params(kernels, "ring", 2), H100)
+    plan = symm_call._op.plan([], _params(kernels, "ring", 2), H100)
     assert plan.unsupported and plan.reason == compiling.why_no_triton()
 
 
@@ -356,11 +356,13 @@ def test_a_grid_must_fit_the_smallest_gpu_of_the_job(monkeypatch):
 
 def test_which_calls_have_kernels(kernels):
     for world, path in ((1, Path.REFERENCE), (2, Path.FUSED), (8, Path.FUSED)):
-        assert symm_call._plan([], _params(kernels, "ring", world), H100).path == path
-    assert symm_call._plan([], _params(kernels, "ring", 2), Machine("cpu")).path == Path.REFERENCE
+        assert symm_call._op.plan([], _params(kernels, "ring", world), H100).path == path
+    assert (
+        symm_call._op.plan([], _params(kernels, "ring", 2), Machine("cpu")).path == Path.REFERENCE
+    )
     many = _params(kernels, "ring", 2)
     many = type(many)(**{**vars(many), "world": 9})
-    assert symm_call._plan([], many, H100).unsupported
+    assert symm_call._op.plan([], many, H100).unsupported
 
 
 # ---- What Triton makes of kernels --------------------------------------------------------------
@@ -464,7 +466,7 @@ def test_the_ranks_agree_on_a_signature(kernels):
 def _told(rank, own, other, seconds=0.4, call=2):
     return (
         f"jflux.symm.call(ring_kernel): rank {rank} expects call {call} with signature {own}, but "
-        f"rank {1 - rank} sent call {call} with signature {other} (unit 1). The ranks run "
+        f"rank {1 - rank} sent call {call} with signature {other} (item 1). The ranks run "
         f"different calls: check that all of them trace the same ops.\nINTERNAL: launch failed\n"
         f"ENDED\t{seconds}\n"
     )

@@ -217,7 +217,8 @@ def layers_of_parallel(grid):
     [
         (layers_of_nn, 2 * LAYERS, {"all_gather_matmul": 24, "matmul_reduce_scatter": 16}, 700),
         # The last layer's weights are kept; nobody asks for the gradient of the first one's input.
-        (layers_of_parallel, 2 * LAYERS - 1, {"matmul_all_reduce": 15}, 1600),
+        # jaxlib 0.11 wants 1632 MiB, 0.12 the page's 1520.
+        (layers_of_parallel, 2 * LAYERS - 1, {"matmul_all_reduce": 15}, 1650),
     ],
 )
 def test_weights_in_parts(layers, gathered, kernels, temporaries):

@@ -237,7 +237,7 @@ def test_a_lowering_with_a_wrong_table_takes_the_heuristic(own_tables, logged, m
     machine = dataclasses.replace(MACHINE, device_kind=GPU)
     monkeypatch.setattr(tuning_tables, "shipped_table", lambda gpu: {})
     with jflux.config(always=False):
-        plan = all_gather_matmul._plan(arrays, params, machine)
+        plan = all_gather_matmul._op.plan(arrays, params, machine)
     assert "configuration of the heuristic" in plan.reason and plan.key == KEY
     assert len(logged()) == 1
 

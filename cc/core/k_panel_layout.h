@@ -1,12 +1,12 @@
-// Workspace layout and send order of the GPU all-gather. Rows travel in k-panels: 64 columns of k
-// of a row block, which is what one step of the main loop reads. A tile can start when the first
-// k-panel of its rows has arrived, and continues as the others arrive.
+// Workspace layout and send order of the GPU all-gather. Rows travel in k-panels: a k-block of a
+// row block, which is what one step of the main loop reads. A tile can start when the first k-panel
+// of its rows has arrived, and continues as the others arrive.
 //
 //   a rank's rows of x                        the workspace of each peer
 //
-//        k-panel 0   1   2                    row block 0: k-panel 0 [128 rows][64]
-//            +-------+---+---+                             k-panel 1 [128 rows][64]
-//       rows |chunk 0| 1 | 2 |  row block 0                k-panel 2 [128 rows][64]
+//        k-panel 0   1   2                    row block 0: k-panel 0 [128 rows][128 bytes]
+//            +-------+---+---+                             k-panel 1 [128 rows][128 bytes]
+//       rows |chunk 0| 1 | 2 |  row block 0                k-panel 2 [128 rows][128 bytes]
 //            +-------+---+---+                row block 1: k-panel 0 ...
 //            |   3   | 4 | 5 |  row block 1
 //            +-------+---+---+                a signal for each chunk and rank
@@ -14,7 +14,7 @@
 // A row block is a tile row: 128 consecutive virtual rows (core/rows.h) of all ranks. The first and
 // the last row block of a rank may also contain rows of other ranks. A chunk is one rank's rows of
 // a row block in one k-panel, or in two or four if the rank has few rows. It is copied in four
-// boxes of up to 32 rows. Columns past k are zeros.
+// boxes of up to 32 rows. Bytes past the end of a row are zeros.
 //
 //   writes  the send warps of the rank that owns the rows (gather_sender_sm90.cuh)
 //   waits   scheduler warps and copies to `gathered`, for the chunk's signal
@@ -25,6 +25,7 @@
 
 #include <cstdint>
 
+#include "core/format.h"
 #include "core/layout.h"
 #include "core/rows.h"
 #include "core/signal.h"
@@ -34,8 +35,6 @@ namespace jflux {
 
 struct KPanelLayout {
   static constexpr int32_t kPanelRows = 128;  // kGemmTileM
-  static constexpr int32_t kColumns = 64;     // kGemmTileK
-  static constexpr int32_t kRowBytes = 2 * kColumns;
   static constexpr int32_t kBoxes = 4, kBoxRows = 32;
 
   int32_t world;
@@ -46,11 +45,11 @@ struct KPanelLayout {
   int32_t rank_row_blocks;  // the most in which one rank has rows
   int32_t chunk_k_panels;   // 1, 2 or 4
 
-  static KPanelLayout Make(const Rows& rows, int64_t k) {
+  static KPanelLayout Make(const Rows& rows, int64_t row_bytes) {
     KPanelLayout l{};
     l.world = rows.world;
     l.rows_per_rank = rows.PerRank();
-    l.k_panels = static_cast<int32_t>(CeilDiv<int64_t>(k, kColumns));
+    l.k_panels = static_cast<int32_t>(CeilDiv<int64_t>(row_bytes, kBlockBytes));
     l.k_panel_rows = static_cast<int32_t>(Min<int64_t>(rows.Total(), kPanelRows));
     l.row_blocks = static_cast<int32_t>(CeilDiv<int64_t>(rows.Total(), kPanelRows));
     for (int r = 0; r < l.world; ++r) l.rank_row_blocks = Max(l.rank_row_blocks, l.RowBlocksOf(r));
@@ -97,14 +96,14 @@ struct KPanelLayout {
         static_cast<int64_t>(src) * rank_row_blocks + row_block - FirstRowBlock(src);
     return (range * Chunks() + chunk) * static_cast<int64_t>(sizeof(Signal));
   }
-  // The row of the workspace, seen as rows of 64 columns, at which a k-panel starts.
+  // The row of the workspace, seen as rows of kBlockBytes, at which a k-panel starts.
   JFLUX_HD int64_t RowOf(int32_t row_block, int32_t k_panel) const {
     return (static_cast<int64_t>(row_block) * k_panels + k_panel) * k_panel_rows;
   }
   JFLUX_HD WorkspaceLayout Workspace() const {
     const int64_t signals = static_cast<int64_t>(world) * rank_row_blocks * Chunks();
     return WorkspaceLayout::For(signals * static_cast<int64_t>(sizeof(Signal)),
-                                RowOf(row_blocks, 0) * kRowBytes);
+                                RowOf(row_blocks, 0) * kBlockBytes);
   }
 };
 

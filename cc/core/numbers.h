@@ -1,12 +1,12 @@
 // 16-bit floating-point types in portable integer arithmetic, so that g++, clang++ and nvcc give
-// the same bits; and a dispatch from DType to C++ types.
+// the same bits; and the types of all formats.
 #ifndef JFLUX_CORE_NUMBERS_H_
 #define JFLUX_CORE_NUMBERS_H_
 
 #include <cstdint>
 #include <cstring>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/platform.h"
 
 namespace jflux {
@@ -58,20 +58,26 @@ struct F16 {
   }
 };
 
-// Calls body(number) with a value of the C++ type that stands for `dtype`.
-template <typename Body>
-auto WithNumbers(DType dtype, Body&& body) {
-  switch (dtype) {
-    case DType::kF16:
-      return body(F16{});
-    case DType::kBF16:
-      return body(BF16{});
-    case DType::kF32:
-      return body(0.0f);
-    default:
-      return body(0.0);
-  }
-}
+template <DType>
+struct NumberOf;
+template <>
+struct NumberOf<DType::kF16> {
+  using Type = F16;
+};
+template <>
+struct NumberOf<DType::kBF16> {
+  using Type = BF16;
+};
+template <>
+struct NumberOf<DType::kF32> {
+  using Type = float;
+};
+template <>
+struct NumberOf<DType::kF64> {
+  using Type = double;
+};
+template <DType kFormat>
+using Number = typename NumberOf<kFormat>::Type;
 
 }  // namespace jflux
 

@@ -28,15 +28,15 @@ struct ShardPanels {
   int32_t peers;
   KPanelLayout shard;  // layout of one shard
 
-  // The panels of shards of `rows` x `k`.
-  static ShardPanels Make(int world, int64_t rows, int64_t k) {
-    return ShardPanels{world - 1, KPanelLayout::Make(Rows{1, 1, rows}, k)};
+  // The panels of shards of so many rows.
+  static ShardPanels Make(int world, int64_t rows, int64_t row_bytes) {
+    return ShardPanels{world - 1, KPanelLayout::Make(Rows{1, 1, rows}, row_bytes)};
   }
 
   JFLUX_HD KPanelLayout::RowRange RangeOf(int32_t row_block) const {
     return shard.RangeOf(0, row_block);
   }
-  // The workspace as rows of 64 columns: the rows of one shard, and the row at which a k-panel
+  // The workspace as rows of kBlockBytes: the rows of one shard, and the row at which a k-panel
   // starts.
   JFLUX_HD int64_t ShardRows() const { return shard.RowOf(shard.row_blocks, 0); }
   JFLUX_HD int64_t RowOf(int step, int32_t row_block, int32_t k_panel) const {
@@ -48,8 +48,7 @@ struct ShardPanels {
            shard.SignalOffset(0, row_block, chunk);
   }
   JFLUX_HD WorkspaceLayout Workspace() const {
-    return WorkspaceLayout::For(SignalOffset(peers + 1, 0, 0),
-                                peers * ShardRows() * KPanelLayout::kRowBytes);
+    return WorkspaceLayout::For(SignalOffset(peers + 1, 0, 0), peers * ShardRows() * kBlockBytes);
   }
 };
 

@@ -64,6 +64,15 @@ JFLUX_HD constexpr SignalState Classify(Signal seen, Signal expected) {
   return ahead < (1u << 16) ? SignalState::kMismatch : SignalState::kPending;
 }
 
+// Identifies an op in signatures and fault records. Each op defines its id in its header, above 0
+// and below kFirstCustomOp, and never changes it: `inline constexpr OpId kFooBarId{12};`.
+// tests/cc/ops_test.cc checks that ids are unique.
+enum class OpId : uint32_t {};
+
+// Custom calls get ids from here on. The ids are local to the process (runtime/fault.h), so they
+// appear in fault records and not in signatures.
+inline constexpr uint32_t kFirstCustomOp = 1 << 16;
+
 enum class FaultKind : uint32_t {
   kNone = 0,
   kTimeout = 1,     // the peer's signal or packet did not come

@@ -3,37 +3,15 @@
 #ifndef JFLUX_GPU_EPILOGUE_SM90_CUH_
 #define JFLUX_GPU_EPILOGUE_SM90_CUH_
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
 #include "core/activation.h"
 #include "core/platform.h"
 #include "gpu/ptx.cuh"
 #include "gpu/staging.cuh"
+#include "gpu/types.cuh"
 
 namespace jflux {
-
-template <typename T>
-__device__ __forceinline__ uint32_t Pack(float a, float b) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 h = __floats2half2_rn(a, b);
-    return reinterpret_cast<const uint32_t&>(h);
-  } else {
-    const __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
-    return reinterpret_cast<const uint32_t&>(h);
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ float2 Unpack(uint32_t v) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __half22float2(reinterpret_cast<const __half2&>(v));
-  } else {
-    return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(v));
-  }
-}
 
 // The layout of a staged m64 block. TMA stores take boxes of 64 columns (32 if tiles are not a
 // multiple of 64), whose 16-byte vectors are swizzled by the row.

@@ -30,18 +30,18 @@ __device__ __forceinline__ uint32_t RowTableAt(const GemmSmem<Config>& smem, int
   return smem.base + Config::kSmemBytes - (Config::kRowTables - i) * kRowTableBytes<Config>;
 }
 
-// Copies 64 columns, from byte `at` of each row on, of a table's first `rows` rows (64 or 128).
+// Copies kBlockBytes, from byte `at` of each row on, of a table's first `rows` rows (64 or 128).
 // `bytes`: of a row from `at` on; past its end are zeros. `any`: what may be read. Called by a full
 // warp; eight lanes copy a row.
 __device__ __forceinline__ void CopyRows(uint32_t to, uint32_t table, int rows, int64_t at,
                                          int64_t bytes, const char* any) {
   constexpr int kBatch = 8;  // addresses that are read before their rows
   const int lane = threadIdx.x % 32, vector = lane % 8, first = lane / 8;
-  const bool is_inside = vector * 16 < bytes;
-  const int64_t offset = is_inside ? at + vector * 16 : 0;
+  const bool is_inside = vector * kVectorBytes < bytes;
+  const int64_t offset = is_inside ? at + vector * kVectorBytes : 0;
   // Rows 4 apart: r % 8 is `first`, then first + 4, and so on.
-  const uint32_t even = to + first * 128 + ((vector ^ first) << 4);
-  const uint32_t odd = to + first * 128 + ((vector ^ (first + 4)) << 4);
+  const uint32_t even = to + first * kBlockBytes + ((vector ^ first) << 4);
+  const uint32_t odd = to + first * kBlockBytes + ((vector ^ (first + 4)) << 4);
 #pragma unroll 1
   for (int i = 0; i < rows / 4; i += kBatch) {
     const char* row[kBatch];
@@ -52,8 +52,8 @@ __device__ __forceinline__ void CopyRows(uint32_t to, uint32_t table, int rows, 
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const bool reads = row[j] != nullptr && is_inside;
-      ptx::CopyAsync16((j % 2 == 0 ? even : odd) + (i + j) * 512, reads ? row[j] + offset : any,
-                       reads ? 16 : 0);
+      ptx::CopyAsync16((j % 2 == 0 ? even : odd) + (i + j) * 4 * kBlockBytes,
+                       reads ? row[j] + offset : any, reads ? kVectorBytes : 0);
     }
   }
 }

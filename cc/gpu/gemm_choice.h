@@ -29,25 +29,25 @@ struct TileCosts {
 inline constexpr double kExposed = 0.5;  // what the first tiles wait for, and the last ones send
 inline constexpr TileCosts kGatherCosts{1, 1, 0}, kScatterCosts{1.02, 0.96, kExposed};
 
-// How much longer 128 bytes of a row take to load than if rows were multiples of 64 bytes. With
+// How much longer a k-block of a row takes to load than if rows were multiples of 64 bytes. With
 // rows of an odd number of 16 bytes TMA reads parts of sectors, with rows of an odd number of 32
-// bytes parts of more lines. `elements`: of a row, of a 16-bit type, a multiple of 8.
-inline double RowLoad(int64_t elements) {
-  return elements % 16 != 0 ? 1.75 : elements % 32 != 0 ? 1.25 : 1;
+// bytes parts of more lines.
+inline double RowLoad(int64_t row_bytes) {
+  return row_bytes % 32 != 0 ? 1.75 : row_bytes % 64 != 0 ? 1.25 : 1;
 }
-// `costs` with x_load and w_load, for an x of k columns and w [k, n], or [n, k] if transpose_rhs.
-// `gathered`: how many ranks an x is gathered from. Only a rank's own part of x then has rows of k;
-// the peers' parts arrive in panels, which are aligned.
-inline TileCosts Loading(TileCosts costs, int64_t k, int64_t n, bool transpose_rhs,
+// `costs` with x_load and w_load, for rows of x of k_bytes, and rows of w of n_bytes, or of k_bytes
+// if transpose_rhs. `gathered`: how many ranks an x is gathered from. Only a rank's own part of x
+// then has such rows; the peers' parts arrive in panels, which are aligned.
+inline TileCosts Loading(TileCosts costs, int64_t k_bytes, int64_t n_bytes, bool transpose_rhs,
                          int gathered = 1) {
-  costs.x_load = 1 + (RowLoad(k) - 1) / gathered;
-  costs.w_load = RowLoad(transpose_rhs ? k : n);
+  costs.x_load = 1 + (RowLoad(k_bytes) - 1) / gathered;
+  costs.w_load = RowLoad(transpose_rhs ? k_bytes : n_bytes);
   return costs;
 }
-// How much longer a k-block takes with such operands. Tensor cores multiply a tile of N columns in
-// 4 N cycles, and an aligned row of a box takes 2.5 to arrive; CTAs of a cluster share what they
-// load of w. These numbers and RowLoad's are a fit to 78 reduce-scatters on 2 x H100 and 2 x H200
-// (docs/experiments/0053).
+// How much longer a k-block takes with such operands. Tensor cores multiply it by a tile of N
+// columns in 4 N cycles, and an aligned row of a box takes 2.5 to arrive; CTAs of a cluster share
+// what they load of w. These numbers and RowLoad's are a fit to 78 reduce-scatters on 2 x H100 and
+// 2 x H200 (docs/experiments/0053).
 inline double LoadFactor(const GemmChoice& c, const TileCosts& costs) {
   const auto cycles = [&](double x, double w) {
     return Max(4.0 * c.tile_n, 2.5 * (kGemmTileM * x + c.tile_n * w / c.cluster_m));
@@ -55,11 +55,11 @@ inline double LoadFactor(const GemmChoice& c, const TileCosts& costs) {
   return cycles(costs.x_load, costs.w_load) / cycles(1, 1);
 }
 
-// Waves of tiles on the machine's SMs, times what a tile costs, per k: a fit to 38 calls of three
-// ops on 2 x H200 and 48 products on one, in the mean of normal numbers, where power is the limit,
-// and of zeros, where it is not. It chooses what was measured as the fastest, or for the calls at
-// most 2.7 % slower (docs/experiments/0017).
-inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int64_t k,
+// Waves of tiles on the machine's SMs, times what a k-block of a tile costs: a fit to 38 calls of
+// three ops on 2 x H200 and 48 products on one, in the mean of normal numbers, where power is the
+// limit, and of zeros, where it is not. It chooses what was measured as the fastest, or for the
+// calls at most 2.7 % slower (docs/experiments/0017).
+inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int64_t k_bytes,
                            const Machine& machine, const TileCosts& costs = kGatherCosts,
                            double exposed = kExposed) {
   const int64_t tiles =
@@ -74,7 +74,8 @@ inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int64_t k,
                                                : 1.08;
   // Nothing is multiplied while consumers finish a tile that they share, which takes as long as 350
   // columns of a k-block.
-  const double finish = IsShared(c.tile_n) ? 350.0 * kGemmTileK / static_cast<double>(k) : 0.0;
+  const double finish =
+      IsShared(c.tile_n) ? 350.0 * kBlockBytes / static_cast<double>(k_bytes) : 0.0;
   // A last column of tiles with few columns takes away what narrow tiles gain
   // (docs/experiments/0053).
   const bool is_narrow = c.tile_n == 128 && n % c.tile_n == 0;
@@ -101,14 +102,14 @@ inline bool InOneRasterGroup(int world, int64_t rows_per_rank, const Machine& ma
 
 // The configuration for the rows of `world` ranks and n columns per rank. The rows of a cluster
 // belong to one rank, except in a single raster group, where a cluster may wait for two ranks.
-inline GemmChoice ChooseGemm(int world, int64_t rows_per_rank, int64_t n, int64_t k,
+inline GemmChoice ChooseGemm(int world, int64_t rows_per_rank, int64_t n, int64_t k_bytes,
                              const Machine& machine, const TileCosts& costs = kGatherCosts) {
   const bool single_group = InOneRasterGroup(world, rows_per_rank, machine);
   const int64_t m = world * rows_per_rank;
   const double exposed =
       (single_group ? costs.exposed_in_single_group : kExposed) / machine.LinkShare();
   const auto cost = [&](const GemmChoice& c) {
-    return EstimateCost(c, m, n, k, machine, costs, exposed);
+    return EstimateCost(c, m, n, k_bytes, machine, costs, exposed);
   };
   GemmChoice best{192, 1, 16};
   for (const GemmChoice& c : kCompiled) {
@@ -159,53 +160,57 @@ inline GemmChoice GatherGroups(GemmChoice c, int world, int64_t rows_per_rank, i
 
 // Microseconds that a product of few rows takes, estimated as the time to read w. Memory limits a
 // whole wave; a last wave of few tiles may be limited by its SMs. The rates were read on an H200.
-inline double EstimateFew(const GemmChoice& c, int64_t m, int64_t n, int64_t k,
+inline double EstimateFew(const GemmChoice& c, int64_t m, int64_t n, int64_t k_bytes,
                           const Machine& machine) {
   // Bytes per microsecond of memory and of one SM; x's count half, since they are in L2. What
   // sharing k takes, among two or four.
   constexpr double kMemory = 3.7e6, kSm = 5.4e4, kOfX = 0.5, kTwo = 2, kFour = 3;
   const int at_once = AtOnce(c, machine.sm_count);
-  const auto units = static_cast<int>(CeilDiv<int64_t>(n, c.tile_n) * c.splits);
-  const double column_bytes = 2.0 * static_cast<double>(k) / c.splits;
+  const auto ctas = static_cast<int>(CeilDiv<int64_t>(n, c.tile_n) * c.splits);
+  const double column_bytes = static_cast<double>(k_bytes) / c.splits;
   const double w = column_bytes * c.tile_n, x = column_bytes * static_cast<double>(m);
   const auto wave = [&](int count) { return Max(count * w / kMemory, (w + kOfX * x) / kSm); };
-  const int rest = units % at_once;
-  return units / at_once * wave(at_once) + (rest > 0 ? wave(rest) : 0) +
+  const int rest = ctas % at_once;
+  return ctas / at_once * wave(at_once) + (rest > 0 ? wave(rest) : 0) +
          (c.splits == 4   ? kFour
           : c.splits == 2 ? kTwo
                           : 0);
 }
 
 // With few rows, enough SMs should read w all the time. If there are fewer tiles, CTAs may share k.
-inline GemmChoice ChooseSplits(GemmChoice best, int64_t m, int64_t n, int64_t k,
+inline GemmChoice ChooseSplits(GemmChoice best, int64_t m, int64_t n, int64_t k_bytes,
                                const Machine& machine, int32_t most) {
   for (int32_t splits = 2; splits <= most; splits *= 2) {
-    const GemmChoice c = FitSplits({kSharedKTile, 1, 1, splits}, m, k, most);
+    const GemmChoice c = FitSplits({kSharedKTile, 1, 1, splits}, m, k_bytes, most);
     if (CeilDiv<int64_t>(n, c.tile_n) * c.splits > AtOnce(c, machine.sm_count) && c.splits > 2) {
       break;
     }
-    if (EstimateFew(c, m, n, k, machine) < EstimateFew(best, m, n, k, machine)) best = c;
+    if (EstimateFew(c, m, n, k_bytes, machine) < EstimateFew(best, m, n, k_bytes, machine))
+      best = c;
   }
   return best;
 }
-inline GemmChoice ChooseFew(int64_t m, int64_t n, int64_t k, const Machine& machine, int32_t most) {
+inline GemmChoice ChooseFew(int64_t m, int64_t n, int64_t k_bytes, const Machine& machine,
+                            int32_t most) {
   GemmChoice best{128, 1, 1};
   for (const GemmChoice& tile : kCompiled) {
     const GemmChoice c{tile.tile_n, 1, 1};
     if (tile.cluster_m > 1) continue;
-    if (EstimateFew(c, m, n, k, machine) < EstimateFew(best, m, n, k, machine)) best = c;
+    if (EstimateFew(c, m, n, k_bytes, machine) < EstimateFew(best, m, n, k_bytes, machine))
+      best = c;
   }
-  return ChooseSplits(best, m, n, k, machine, most);
+  return ChooseSplits(best, m, n, k_bytes, machine, most);
 }
 
 // A configuration for a gate of n columns in all. Half of a tile's columns belong to one weight and
-// half to the other, in boxes of 64 columns.
-inline GemmChoice ForGate(GemmChoice c, int64_t m, int64_t n, int64_t k, const Machine& machine,
-                          const TileCosts& costs = kGatherCosts) {
+// half to the other, in boxes of 128 bytes.
+inline GemmChoice ForGate(GemmChoice c, int64_t m, int64_t n, int64_t k_bytes,
+                          const Machine& machine, const TileCosts& costs = kGatherCosts) {
   if (c.tile_n % 128 != 0) {
     const GemmChoice wide{256, 2, c.group_m}, narrow{128, c.cluster_m, c.group_m};
-    const bool is_wide = c.cluster_m == 2 && EstimateCost(wide, m, n, k, machine, costs) <
-                                                 EstimateCost(narrow, m, n, k, machine, costs);
+    const bool is_wide =
+        c.cluster_m == 2 && EstimateCost(wide, m, n, k_bytes, machine, costs) <
+                                EstimateCost(narrow, m, n, k_bytes, machine, costs);
     c = is_wide ? wide : narrow;
   }
   c.splits = 1;

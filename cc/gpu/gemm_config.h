@@ -5,8 +5,9 @@
 #define JFLUX_GPU_GEMM_CONFIG_H_
 
 #include <cstdint>
-#include <initializer_list>
+#include <string>
 
+#include "core/format.h"
 #include "core/platform.h"
 #include "core/signal.h"
 #include "core/tile_order.h"
@@ -51,8 +52,6 @@ inline constexpr int32_t StoreColumns(const GemmChoice& c) {
   return c.tile_n / c.splits % 64 == 0 ? 64 : 32;
 }
 
-inline constexpr int kGemmTileK = 64;
-inline constexpr int kUnitBytes = 16;  // rows of operands and results are whole units
 inline constexpr int kMaxWeights = 4;  // of one call
 inline constexpr int kMaxGroup = 4096;
 
@@ -73,17 +72,34 @@ inline bool IsPossible(const GemmChoice& c) {
 }
 
 // The choice for a call of m rows, in which every CTA has some of k (of the first term's, if there
-// are several): at most `most` of them share it.
-inline GemmChoice FitSplits(GemmChoice c, int64_t m, int64_t k, int32_t most) {
+// are several): at most `most` of them share it. `row_bytes`: of k elements.
+inline GemmChoice FitSplits(GemmChoice c, int64_t m, int64_t row_bytes, int32_t most) {
   c.splits = m <= kGemmTileM ? Min(c.splits, most) : 1;
-  while (c.splits > 1 && CeilDiv<int64_t>(k, kGemmTileK) < c.splits) c.splits /= 2;
+  while (c.splits > 1 && CeilDiv<int64_t>(row_bytes, kBlockBytes) < c.splits) c.splits /= 2;
   return c;
 }
 
 // Whether c.splits CTAs can share the k of a product of m rows; at most `most` may.
-inline bool SharesK(const GemmChoice& c, int64_t m, int64_t k, int32_t most) {
-  return FitSplits(c, m, k, most) == c;
+inline bool SharesK(const GemmChoice& c, int64_t m, int64_t row_bytes, int32_t most) {
+  return FitSplits(c, m, row_bytes, most) == c;
 }
+
+// Why the kernels of a product do not take operands of these formats and sizes; empty if they do.
+// k, n: of each weight. Rows are whole vectors, of operands and results.
+inline std::string WhyNotOperands(const OpFormats& op, FormatSet machine, DType dtype,
+                                  DType out_dtype, int64_t k, int64_t n, bool transpose_rhs) {
+  std::string why = WhyNotFormats(op, machine, dtype, out_dtype);
+  if (!why.empty()) return why;
+  if (FormatOf(dtype).k_major && !transpose_rhs) {
+    return std::string("w of ") + FormatOf(dtype).name + " must be stored [n, k]";
+  }
+  const int64_t vector = kVectorBytes / SizeOf(dtype);
+  if (k % vector == 0 && n % vector == 0) return "";
+  return "k and n must be multiples of " + std::to_string(vector);
+}
+// Tiles of ops that exchange rows of shards: the rows of a tile must follow each other.
+inline constexpr char kStraddlingTiles[] =
+    "with leading dimensions, shards must have a multiple of 128 rows";
 
 // CTAs that run at once. Not all SMs are in groups of four: 120 of 132.
 inline int AtOnce(const GemmChoice& c, int sm_count) {

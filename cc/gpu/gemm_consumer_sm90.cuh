@@ -28,13 +28,14 @@ __device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_
   constexpr int kTransA = Config::kTransposeLhs ? 1 : 0, kTransB = Config::kTransposeRhs ? 0 : 1;
   constexpr const typename Config::T* kType = nullptr;
 #pragma unroll
-  for (int k = 0; k < Config::kTileK / 16; ++k) {
+  for (int k = 0; k < kBlockBytes / kMultiplyBytes; ++k) {
     const uint64_t desc_b = kTransB ? wgmma::Descriptor(b + k * 2048, 8192, 1024)
-                                    : wgmma::Descriptor(b + k * 32, 16, 1024);
+                                    : wgmma::Descriptor(b + k * kMultiplyBytes, 16, 1024);
 #pragma unroll
     for (int m64 = 0; m64 < Config::kConsumerM64Blocks; ++m64) {
-      const uint64_t desc_a = kTransA ? wgmma::Descriptor(a + m64 * 8192 + k * 2048, 8192, 1024)
-                                      : wgmma::Descriptor(a + m64 * 8192 + k * 32, 16, 1024);
+      const uint64_t desc_a =
+          kTransA ? wgmma::Descriptor(a + m64 * 8192 + k * 2048, 8192, 1024)
+                  : wgmma::Descriptor(a + m64 * 8192 + k * kMultiplyBytes, 16, 1024);
       wgmma::Multiply<kTransA, kTransB>(kType, acc[m64], desc_a, desc_b, adds || k > 0);
     }
   }
@@ -49,14 +50,16 @@ __device__ __forceinline__ void ZeroTail(const GemmSmem<Config>& smem, int stage
   static_assert(Config::kTransposeLhs && !Config::kTransposeRhs);
   if (valid >= Config::kTileK) return;
   constexpr int kThreads = Config::kCooperative ? 128 * Config::kConsumers : 128;
-  constexpr int kAtoms = Config::kM64Blocks + Config::kLoadN / 64, kVectors = 128 / 16;
+  constexpr int kAtoms = Config::kM64Blocks + Config::kLoadN / Config::kBoxN,
+                kVectors = kBlockBytes / kVectorBytes;
   const int thread = Config::kCooperative ? threadIdx.x - 128 : threadIdx.x % 128;
   for (int i = thread; i < kAtoms * (Config::kTileK - valid) * kVectors; i += kThreads) {
     const int atom = i / kVectors % kAtoms, row = valid + i / (kVectors * kAtoms);
     const uint32_t base = atom < Config::kM64Blocks
                               ? smem.A(stage) + atom * 8192
                               : smem.B(stage) + (atom - Config::kM64Blocks) * 8192;
-    ptx::StoreShared16(base + row * 128 + i % kVectors * 16, make_uint4(0, 0, 0, 0));
+    ptx::StoreShared16(base + row * kBlockBytes + i % kVectors * kVectorBytes,
+                       make_uint4(0, 0, 0, 0));
   }
   ptx::FenceProxyAsyncShared();  // wgmma reads it
   ptx::BarrierSync(Config::kCooperative ? 1 + Config::kConsumers : 1 + consumer, kThreads);

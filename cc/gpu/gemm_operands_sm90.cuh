@@ -14,7 +14,8 @@
 //                                 warp computes them for the load warp
 //   Terms(args)                   a tile is the sum of so many products. Unless defined: 1
 //   KOf(args, tile, coords, term) -> KRange
-//                                 the k of a term; of the first one never empty, unless k is split
+//                                 the k of a term; of the first one never empty, unless k is split.
+//                                 With OrderedTiles, `coords` may be empty
 //   RhsOf(args, coords, term)     -> Rhs, or StackedRhs
 //   PrefetchMaps(args)            one lane
 //   BoxesOfA:
@@ -33,6 +34,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/format.h"
 #include "core/platform.h"
 #include "core/tile_order.h"
 #include "gpu/ptx.cuh"
@@ -88,8 +90,8 @@ struct StackedRhs : Rhs {
   int32_t expert;
 };
 
-// Loads this CTA's share of w's tile for one k-block, for all CTAs of the cluster. Boxes are 128
-// bytes wide: 64 of k if w is stored [n, k], else 64 columns.
+// Loads this CTA's share of w's tile for one k-block, for all CTAs of the cluster. Boxes are
+// kBlockBytes wide: kTileK of k if w is stored [n, k], else kBoxN columns.
 template <typename Config, typename R>
 __device__ __forceinline__ void LoadB(uint32_t smem_b, const R& rhs, uint32_t bar, int k0,
                                       uint32_t cta) {
@@ -117,19 +119,20 @@ __device__ __forceinline__ void LoadB(uint32_t smem_b, const R& rhs, uint32_t ba
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (Config::kClusterM == 2 && half != i) continue;
-          load(half * kHalf * 128, half == 0 ? rhs.map : rhs.second, k0, rhs.n0);
+          load(half * kHalf * kBlockBytes, half == 0 ? rhs.map : rhs.second, k0, rhs.n0);
         }
         return;
       }
     }
-    load(i * kShare * 128, rhs.map, k0, rhs.n0 + i * kShare);
+    load(i * kShare * kBlockBytes, rhs.map, k0, rhs.n0 + i * kShare);
   } else {
     const int row = i * Config::kBoxRows;
 #pragma unroll
-    for (int box = 0; box < Config::kLoadN / 64; ++box) {
-      const bool second = Config::kTwoWeights && box * 64 >= kHalf && rhs.second != nullptr;
-      load(box * 8192 + row * 128, second ? rhs.second : rhs.map,
-           rhs.n0 + box * 64 - (second ? kHalf : 0), k0 + row);
+    for (int box = 0; box < Config::kLoadN / Config::kBoxN; ++box) {
+      const int n = box * Config::kBoxN;
+      const bool second = Config::kTwoWeights && n >= kHalf && rhs.second != nullptr;
+      load(box * Config::kTileK * kBlockBytes + row * kBlockBytes, second ? rhs.second : rhs.map,
+           rhs.n0 + n - (second ? kHalf : 0), k0 + row);
     }
   }
 }

@@ -32,9 +32,10 @@
 //
 //   policy     decides                                     contract                  asked by
 //   Schedule   which tile comes next                       gemm_schedule.cuh         scheduler
-//   Operands   where A and B lie, and the range of k       gemm_operands_sm90.cuh    scheduler, load
-//   Epilogue   what becomes of a tile's sums               gemm_epilogue_sm90.cuh    consumers, store
-//   Exchange   what passes between this rank and others    gemm_exchange.cuh         send, scheduler
+//   Operands   where A and B lie, and the range of k       gemm_operands_sm90.cuh    scheduler,
+//   load Epilogue   what becomes of a tile's sums               gemm_epilogue_sm90.cuh consumers,
+//   store Exchange   what passes between this rank and others    gemm_exchange.cuh         send,
+//   scheduler
 //
 // All functions of a policy are static, but for those of objects of the scheduler warp. Args have
 // num_tiles (OrderedTiles), a_bytes (BoxesOfA), and state, view, signature and op (PeerExchange).

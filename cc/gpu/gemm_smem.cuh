@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/format.h"
 #include "core/platform.h"
 #include "core/tile_order.h"
 #include "gpu/gemm_config.h"
@@ -14,8 +15,8 @@
 
 namespace jflux {
 
-// A strip is 64 columns of an m64 block, in a 16-bit type.
-inline constexpr int kStripBytes = 64 * 64 * 2;
+// A strip is 64 columns of an m64 block of results, in a 16-bit type.
+inline constexpr int kStripBytes = 64 * kBlockBytes;
 
 // A cluster has kClusterM CTAs on consecutive row blocks that share w's tile. Or it has kClusterK
 // CTAs that split the k of one tile, and each finishes a slice of the tile's columns.
@@ -26,7 +27,7 @@ struct GemmConfig {
   using T = T_;
   static constexpr int kTileM = 128;
   static constexpr int kTileN = kTileN_;
-  static constexpr int kTileK = 64;
+  static constexpr int kTileK = kBlockBytes / sizeof(T);
   static constexpr int kClusterM = kClusterM_;
   static constexpr int kClusterK = kClusterK_;
   static constexpr int kCluster = kClusterM * kClusterK;
@@ -59,11 +60,12 @@ struct GemmConfig {
   static constexpr bool kLendsStage = kMayLendStage && kCooperative && kTileN == 224;
   // Whether half of a tile's columns can belong to a second weight (a gate).
   static constexpr bool kTwoWeights = kTileN % 128 == 0 && kClusterK == 1;
-  // Boxes of w stored [k, n] are 64 columns wide; the last one may exceed the tile.
-  static constexpr int kLoadN = kTransposeRhs ? kTileN : CeilDiv(kTileN, 64) * 64;
-  static constexpr int kABytes = kTileM * kTileK * 2;
-  static constexpr int kBBytes = kLoadN * kTileK * 2;
-  // An m64 block's slice in a 16-bit type.
+  // Boxes of w stored [k, n] are kBlockBytes wide; the last one may exceed the tile.
+  static constexpr int kBoxN = kBlockBytes / sizeof(T);
+  static constexpr int kLoadN = kTransposeRhs ? kTileN : RoundUp(kTileN, kBoxN);
+  static constexpr int kABytes = kTileM * kBlockBytes;
+  static constexpr int kBBytes = kLoadN * kBlockBytes;
+  // An m64 block's slice of results, in a 16-bit type.
   static constexpr int kStagingBytes = 64 * kSliceN * 2;
   // With a lent stage, the first strip is staged in the consumer's own staging, the second in the
   // consumer's rows of the stage's A, and the rest in the consumer's half of the stage's B.
@@ -82,7 +84,7 @@ struct GemmConfig {
                                  (kABytes + kBBytes);
   // The send semaphore's freedom from deadlock (gpu/send_semaphore.cuh). Consumers that share tiles
   // have all of a tile's k: their CTAs do not split it.
-  static_assert(kStages * kTileK <= kMostStagedK && (!kCooperative || kClusterK == 1));
+  static_assert(kStages * kBlockBytes <= kMostStagedBytes && (!kCooperative || kClusterK == 1));
   // Rows of w's tile, stored [k, n], that each CTA of the cluster loads and multicasts.
   static constexpr int kBoxRows = kTileK / kClusterM;
   static constexpr int kTileQueue = 8;  // entries: tiles handed out and not yet finished

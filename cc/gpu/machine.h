@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "core/format.h"
 #include "core/platform.h"
 
 namespace jflux {
@@ -20,8 +21,9 @@ inline constexpr double kBusyLinkShare = 220 / kReferenceLinkGbps;  // while bot
 // 4 x H200. With 660 a row of kReferenceColumns columns is computed in the time in which it
 // arrives.
 inline constexpr double kReferenceTflops = 660;
-// Columns n for which a row of k elements arrives (2 k bytes) as fast as it is multiplied (2 k n
-// operations): 3000.
+// Columns n for which a row of k elements of 16 bits arrives (2 k bytes) as fast as it is
+// multiplied (2 k n operations): 3000. Elements of 8 bits arrive, and are multiplied, in half of
+// the time.
 inline constexpr double kReferenceColumns =
     kReferenceTflops * 1e3 / (kBusyLinkShare * kReferenceLinkGbps);
 static_assert(kReferenceColumns == 3000);
@@ -49,13 +51,18 @@ struct Machine {
 
   int32_t arch = kHopperArch;  // of the kernels' code that it runs
 
-  bool IsCpu() const { return sm_count == 0; }
+  constexpr bool IsCpu() const { return sm_count == 0; }
   // 1, 1/2, 1/4, ... Readings of the probe differ from run to run; choices must not.
   double LinkShare() const {
     if (link_gbps <= 0) return 1;
     return Min(1.0, std::exp2(std::round(std::log2(link_gbps / kReferenceLinkGbps))));
   }
 };
+
+// What the tensor cores of the machine multiply; on a CPU, all formats.
+inline constexpr FormatSet FormatsOf(const Machine& machine) {
+  return machine.IsCpu() ? kAllFormats : machine.arch < kHopperArch ? kMmaFormats : kWgmmaFormats;
+}
 
 }  // namespace jflux
 

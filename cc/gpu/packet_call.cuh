@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "core/dtype.h"
 #include "core/packet.h"
+#include "core/signal.h"
 #include "gpu/call.cuh"
 #include "gpu/device_state.h"
 #include "runtime/cuda_device.h"

@@ -4,9 +4,9 @@
 //
 // A store warp holds its ticket while it sends one tile. Meanwhile it waits only for its own copies
 // and for the tile's next m64 block to be staged, so no holder waits for another CTA or a peer.
-// This holds because of SendingStoreWarps, which allows the semaphore only if k is longer than
-// kMostStagedK, so that a tile has more k-blocks than there are stages (GemmConfig asserts it).
-// Otherwise two consumers that share tiles could be a whole tile apart, and the next m64 block
+// This holds because of SendingStoreWarps, which allows the semaphore only if k takes more
+// than kMostStagedBytes, so that a tile has more k-blocks than there are stages (GemmConfig asserts
+// it). Otherwise two consumers that share tiles could be a whole tile apart, and the next m64 block
 // could wait for a peer.
 #ifndef JFLUX_GPU_SEND_SEMAPHORE_CUH_
 #define JFLUX_GPU_SEND_SEMAPHORE_CUH_

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "core/format.h"
 #include "core/platform.h"
 #include "gpu/machine.h"
 
@@ -17,20 +18,20 @@ namespace jflux {
 inline constexpr int kSendChunkBytes = 4096;   // of what a store warp sends
 inline constexpr int kSendChunksInFlight = 4;  // under way
 
-// The most of a k that the pipeline's stages of any configuration hold (GemmConfig asserts it).
-inline constexpr int64_t kMostStagedK = 5 * 64;
+// The most of a row that the pipeline's stages of any configuration hold (GemmConfig asserts it).
+inline constexpr int64_t kMostStagedBytes = 5 * kBlockBytes;
 
-// Store warps that send tiles to peers at a time; 0: all. A tile's sum is over `k`. `copies`: what
-// is sent of a tile, over the tile in a 16-bit type.
-inline int32_t SendingStoreWarps(int64_t k, double copies, const Machine& machine) {
-  // Bytes per microsecond: of an SM's tiles, times k; of a store warp.
-  constexpr double kOfTiles = 7.0e6, kOfStoreWarp = 1.6e4;
+// Store warps that send tiles to peers at a time; 0: all. A tile's sum is over rows of k_bytes.
+// `copies`: what is sent of a tile, over the tile in a 16-bit type.
+inline int32_t SendingStoreWarps(int64_t k_bytes, double copies, const Machine& machine) {
+  // Bytes per microsecond: of an SM's tiles, times k_bytes; of a store warp.
+  constexpr double kOfTiles = 1.4e7, kOfStoreWarp = 1.6e4;
   constexpr double kLeast = 8, kMost = 32;
-  // If all of k is in the pipeline's stages, two consumers that share tiles may be a whole tile
+  // If a whole row is in the pipeline's stages, two consumers that share tiles may be a whole tile
   // apart. One of them could then wait for a peer, while the store warp with a ticket waits for
   // that consumer.
-  if (k <= kMostStagedK) return 0;
-  const double made = machine.sm_count * kOfTiles * copies / static_cast<double>(k);
+  if (k_bytes <= kMostStagedBytes) return 0;
+  const double made = machine.sm_count * kOfTiles * copies / static_cast<double>(k_bytes);
   // Twice as many as keep up, so that the results of a wave leave in half of the next wave's time.
   return static_cast<int32_t>(Max(kLeast, Min(kMost, 2 * made / kOfStoreWarp)));
 }

@@ -5,14 +5,14 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "gpu/epilogue_sm90.cuh"
+#include "gpu/types.cuh"
 
 namespace jflux {
 
 // T: float or a 16-bit type.
 template <typename T>
 struct Vector {
-  static constexpr int kSize = 16 / sizeof(T);
+  static constexpr int kSize = kVectorBytes / sizeof(T);
   float v[kSize];
 
   static __device__ __forceinline__ Vector Of(uint4 raw) {

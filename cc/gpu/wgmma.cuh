@@ -1,11 +1,11 @@
-// wgmma: D[64, N] += A[64, 16] @ B[16, N] by one warpgroup. B is in shared memory, A there or in
-// registers.
+// wgmma: D[64, N] += A[64, K] @ B[K, N] by one warpgroup, with K elements of 32 bytes. B is in
+// shared memory, A there or in registers.
 //
 // Operand tiles have the layouts that TMA writes with a 128-byte swizzle:
 //
-//   K-major   [rows][64 k]: a row is 128 bytes; groups of 8 rows are 1024 bytes apart.
-//   MN-major  [64 k][64 mn] atoms: a k row is 128 bytes; groups of 8 k are 1024 bytes apart, and
-//             atoms of 64 mn are 8192 bytes apart.
+//   K-major   [rows][128 bytes of k]: groups of 8 rows are 1024 bytes apart.
+//   MN-major  [64 k][64 mn] atoms, of 16-bit types alone: a k row is 128 bytes; groups of 8 k are
+//             1024 bytes apart, and atoms of 64 mn are 8192 bytes apart.
 //
 // Accumulator fragment: thread t of the warpgroup holds, for row r = 16 * (t / 32) + t % 32 / 4,
 //
@@ -105,66 +105,58 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
 // clang-format on
 
 // d += a @ b if `adds`, else d = a @ b. kTransA or kTransB = 1: a or b is MN-major. One overload
-// for each type and N.
-#define JFLUX_MULTIPLY(T, TYPE, N, D, OPERANDS, A, B, ADDS, TRANS_A, TRANS_B)                    \
+// for each type and N. TYPE: its name in PTX; K: its elements in 32 bytes.
+#define JFLUX_MULTIPLY(T, TYPE, K, N, D, OPERANDS, A, B, ADDS, TRANS_A, TRANS_B)                 \
   template <int kTransA, int kTransB>                                                            \
   __device__ __forceinline__ void Multiply(const T*, float (&d)[N / 2], uint64_t a, uint64_t b,  \
                                            bool adds) {                                          \
     asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " ADDS                                  \
                  ", 0;\n"                                                                        \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" D "}, " A  \
-                 ", " B ", adds, 1, 1, " TRANS_A ", " TRANS_B ";\n}\n"                           \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k" #K ".f32." TYPE "." TYPE " {" D      \
+                 "}, " A ", " B ", adds, 1, 1, " TRANS_A ", " TRANS_B ";\n}\n"                   \
                  : OPERANDS                                                                      \
                  : "l"(a), "l"(b), "r"(static_cast<int32_t>(adds)), "n"(kTransA), "n"(kTransB)); \
   }
-JFLUX_MULTIPLY(__nv_bfloat16, "bf16", 64, JFLUX_D32, JFLUX_D32_OPERANDS, "%32", "%33", "%34", "%35",
-               "%36")
-JFLUX_MULTIPLY(__half, "f16", 64, JFLUX_D32, JFLUX_D32_OPERANDS, "%32", "%33", "%34", "%35", "%36")
-JFLUX_MULTIPLY(__nv_bfloat16, "bf16", 128, JFLUX_D64, JFLUX_D64_OPERANDS, "%64", "%65", "%66",
-               "%67", "%68")
-JFLUX_MULTIPLY(__half, "f16", 128, JFLUX_D64, JFLUX_D64_OPERANDS, "%64", "%65", "%66", "%67", "%68")
-JFLUX_MULTIPLY(__nv_bfloat16, "bf16", 160, JFLUX_D80, JFLUX_D80_OPERANDS, "%80", "%81", "%82",
-               "%83", "%84")
-JFLUX_MULTIPLY(__half, "f16", 160, JFLUX_D80, JFLUX_D80_OPERANDS, "%80", "%81", "%82", "%83", "%84")
-JFLUX_MULTIPLY(__nv_bfloat16, "bf16", 192, JFLUX_D96, JFLUX_D96_OPERANDS, "%96", "%97", "%98",
-               "%99", "%100")
-JFLUX_MULTIPLY(__half, "f16", 192, JFLUX_D96, JFLUX_D96_OPERANDS, "%96", "%97", "%98", "%99",
-               "%100")
-JFLUX_MULTIPLY(__nv_bfloat16, "bf16", 224, JFLUX_D112, JFLUX_D112_OPERANDS, "%112", "%113", "%114",
-               "%115", "%116")
-JFLUX_MULTIPLY(__half, "f16", 224, JFLUX_D112, JFLUX_D112_OPERANDS, "%112", "%113", "%114", "%115",
-               "%116")
-JFLUX_MULTIPLY(__nv_bfloat16, "bf16", 256, JFLUX_D128, JFLUX_D128_OPERANDS, "%128", "%129", "%130",
-               "%131", "%132")
-JFLUX_MULTIPLY(__half, "f16", 256, JFLUX_D128, JFLUX_D128_OPERANDS, "%128", "%129", "%130", "%131",
-               "%132")
 
 // The same with a in registers, which must not change before the wgmma is complete.
-#define JFLUX_MULTIPLY_REGISTERS(T, TYPE, N, D, OPERANDS, A, B, ADDS, TRANS_B)                   \
-  template <int kTransB>                                                                         \
-  __device__ __forceinline__ void Multiply(const T*, float (&d)[N / 2], const uint32_t (&a)[4],  \
-                                           uint64_t b, bool adds) {                              \
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " ADDS                                  \
-                 ", 0;\n"                                                                        \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" D "}, {" A \
-                 "}, " B ", adds, 1, 1, " TRANS_B ";\n}\n"                                       \
-                 : OPERANDS                                                                      \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                           \
-                   "r"(static_cast<int32_t>(adds)), "n"(kTransB));                               \
+#define JFLUX_MULTIPLY_REGISTERS(T, TYPE, K, N, D, OPERANDS, A, B, ADDS, TRANS_B)               \
+  template <int kTransB>                                                                        \
+  __device__ __forceinline__ void Multiply(const T*, float (&d)[N / 2], const uint32_t (&a)[4], \
+                                           uint64_t b, bool adds) {                             \
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " ADDS                                 \
+                 ", 0;\n"                                                                       \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k" #K ".f32." TYPE "." TYPE " {" D     \
+                 "}, {" A "}, " B ", adds, 1, 1, " TRANS_B ";\n}\n"                             \
+                 : OPERANDS                                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                          \
+                   "r"(static_cast<int32_t>(adds)), "n"(kTransB));                              \
   }
-JFLUX_MULTIPLY_REGISTERS(__nv_bfloat16, "bf16", 64, JFLUX_D32, JFLUX_D32_OPERANDS,
-                         "%32, %33, %34, %35", "%36", "%37", "%38")
-JFLUX_MULTIPLY_REGISTERS(__half, "f16", 64, JFLUX_D32, JFLUX_D32_OPERANDS, "%32, %33, %34, %35",
-                         "%36", "%37", "%38")
-JFLUX_MULTIPLY_REGISTERS(__nv_bfloat16, "bf16", 128, JFLUX_D64, JFLUX_D64_OPERANDS,
-                         "%64, %65, %66, %67", "%68", "%69", "%70")
-JFLUX_MULTIPLY_REGISTERS(__half, "f16", 128, JFLUX_D64, JFLUX_D64_OPERANDS, "%64, %65, %66, %67",
-                         "%68", "%69", "%70")
-JFLUX_MULTIPLY_REGISTERS(__nv_bfloat16, "bf16", 256, JFLUX_D128, JFLUX_D128_OPERANDS,
-                         "%128, %129, %130, %131", "%132", "%133", "%134")
-JFLUX_MULTIPLY_REGISTERS(__half, "f16", 256, JFLUX_D128, JFLUX_D128_OPERANDS,
-                         "%128, %129, %130, %131", "%132", "%133", "%134")
 
+// All N of a type, by their accumulator registers.
+#define JFLUX_MULTIPLY_TYPE(T, TYPE, K)                                                            \
+  JFLUX_MULTIPLY(T, TYPE, K, 64, JFLUX_D32, JFLUX_D32_OPERANDS, "%32", "%33", "%34", "%35", "%36") \
+  JFLUX_MULTIPLY(T, TYPE, K, 128, JFLUX_D64, JFLUX_D64_OPERANDS, "%64", "%65", "%66", "%67",       \
+                 "%68")                                                                            \
+  JFLUX_MULTIPLY(T, TYPE, K, 160, JFLUX_D80, JFLUX_D80_OPERANDS, "%80", "%81", "%82", "%83",       \
+                 "%84")                                                                            \
+  JFLUX_MULTIPLY(T, TYPE, K, 192, JFLUX_D96, JFLUX_D96_OPERANDS, "%96", "%97", "%98", "%99",       \
+                 "%100")                                                                           \
+  JFLUX_MULTIPLY(T, TYPE, K, 224, JFLUX_D112, JFLUX_D112_OPERANDS, "%112", "%113", "%114", "%115", \
+                 "%116")                                                                           \
+  JFLUX_MULTIPLY(T, TYPE, K, 256, JFLUX_D128, JFLUX_D128_OPERANDS, "%128", "%129", "%130", "%131", \
+                 "%132")                                                                           \
+  JFLUX_MULTIPLY_REGISTERS(T, TYPE, K, 64, JFLUX_D32, JFLUX_D32_OPERANDS, "%32, %33, %34, %35",    \
+                           "%36", "%37", "%38")                                                    \
+  JFLUX_MULTIPLY_REGISTERS(T, TYPE, K, 128, JFLUX_D64, JFLUX_D64_OPERANDS, "%64, %65, %66, %67",   \
+                           "%68", "%69", "%70")                                                    \
+  JFLUX_MULTIPLY_REGISTERS(T, TYPE, K, 256, JFLUX_D128, JFLUX_D128_OPERANDS,                       \
+                           "%128, %129, %130, %131", "%132", "%133", "%134")
+
+// The instruction of each format with a `hopper` (core/format.h).
+JFLUX_MULTIPLY_TYPE(__nv_bfloat16, "bf16", 16)
+JFLUX_MULTIPLY_TYPE(__half, "f16", 16)
+
+#undef JFLUX_MULTIPLY_TYPE
 #undef JFLUX_MULTIPLY_REGISTERS
 #undef JFLUX_MULTIPLY
 #undef JFLUX_D32

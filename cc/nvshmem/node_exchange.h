@@ -26,7 +26,7 @@
 
 #include <cstdint>
 
-#include "core/dtype.h"
+#include "core/signal.h"
 #include "gpu/device_state.h"
 #include "jflux/remote.h"
 #include "jflux/shmem.h"

@@ -76,6 +76,24 @@ nb::dict Constants() {
   return result;
 }
 
+// Rows of the table of formats, as dictionaries.
+nb::list Formats() {
+  nb::list result;
+  for (const JfluxFormat* f = jflux_formats(); f->name != nullptr; ++f) {
+    nb::dict row;
+    row["name"] = f->name;
+    row["bits"] = f->bits;
+    row["accumulator"] = f->accumulator;
+    row["portable"] = f->portable;
+    row["hopper"] = f->hopper;
+    row["k_major"] = f->k_major != 0;
+    row["scale_block"] = f->scale_block;
+    row["stored"] = f->stored;
+    result.append(row);
+  }
+  return result;
+}
+
 }  // namespace
 
 NB_MODULE(_jflux, m) {
@@ -278,6 +296,14 @@ NB_MODULE(_jflux, m) {
   m.def("most_splits", &jflux_most_splits);
   m.def("plan", &Plan);
   m.def("constants", &Constants);
+  m.def("formats", &Formats);
+  m.def("operand_formats", &jflux_operand_formats);
+  m.def("why_not_formats", [](const std::string& op, const std::string& platform,
+                              const std::string& operands, const std::string& results) {
+    const char* why =
+        jflux_why_not_formats(op.c_str(), platform.c_str(), operands.c_str(), results.c_str());
+    return std::string(why == nullptr ? "" : why);
+  });
   m.def("custom_workspace_bytes", &jflux_custom_workspace_bytes);
   // How many blocks a multiprocessor holds at once; 0 without a heap.
   m.def("add_module", [](const std::string& key, const nb::bytes& image,

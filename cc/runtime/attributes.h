@@ -29,8 +29,8 @@
 #include <string>
 #include <string_view>
 
-#include "core/dtype.h"
 #include "core/layout.h"
+#include "core/signal.h"
 #include "runtime/fault.h"
 #include "xla/ffi/api/ffi.h"
 

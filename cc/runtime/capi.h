@@ -151,6 +151,25 @@ JFLUX_API const char* jflux_plan(const char* op, const JfluxField* call, int cal
 // is an item of a list, whose items come in their order.
 JFLUX_API const JfluxField* jflux_constants(void);
 
+// A row of the table of formats (core/format.h).
+typedef struct {
+  const char* name;
+  int32_t bits;
+  const char* accumulator;  // its name
+  const char* portable;     // instructions; null: none
+  const char* hopper;
+  int32_t k_major;
+  int32_t scale_block;
+  uint32_t stored;  // 1 as an operand, 2 as a result, 4 on the wire
+} JfluxFormat;
+// The table, in the order of DType; ends with a null name.
+JFLUX_API const JfluxFormat* jflux_formats(void);
+// The formats that an op takes on "cpu" or "cuda", a bit for each row.
+JFLUX_API uint32_t jflux_operand_formats(const char* op, const char* platform);
+// Why it does not take operands and give results of types with these names; null if it does.
+JFLUX_API const char* jflux_why_not_formats(const char* op, const char* platform,
+                                            const char* operands, const char* results);
+
 // A configuration of the GPU kernels (gpu/gemm_config.h).
 typedef struct {
   int tile_n, cluster_m, group_m, splits;

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "core/activation.h"
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/layout.h"
 #include "gpu/gemm_config.h"
 #include "ops/grouped_matmul/grouped_matmul.h"
@@ -31,6 +31,14 @@ namespace {
 using jflux::Reason;
 
 const char* KeptForever(const std::string& text) { return strdup(text.c_str()); }
+
+// Empty if there is no such op.
+jflux::OpFormats FormatsOf(const std::string& op, const std::string& platform) {
+  if (const jflux::Op* found = jflux::FindOp(op)) {
+    return platform == "cpu" ? found->cpu_formats : found->cuda_formats;
+  }
+  return {};
+}
 
 }  // namespace
 
@@ -92,16 +100,11 @@ const char* jflux_plan(const char* op, const JfluxField* call, int call_count, i
 const JfluxField* jflux_constants(void) {
   static const auto* constants = [] {
     auto* list = new std::vector<JfluxField>{
-        {"max_ranks", jflux::kMaxRanks},     {"max_weights", jflux::kMaxWeights},
-        {"tile_rows", jflux::kGemmTileM},    {"tile_k", jflux::kGemmTileK},
-        {"unit_bytes", jflux::kUnitBytes},   {"portable_arch", jflux::kPortableArch},
-        {"hopper_arch", jflux::kHopperArch},
+        {"max_ranks", jflux::kMaxRanks},         {"max_weights", jflux::kMaxWeights},
+        {"tile_rows", jflux::kGemmTileM},        {"vector_bytes", jflux::kVectorBytes},
+        {"portable_arch", jflux::kPortableArch}, {"hopper_arch", jflux::kHopperArch},
     };
-    int64_t number = 0;
-    for (const char* name : jflux::kDTypeNames) {
-      list->push_back({KeptForever(std::string("dtypes.") + name), number++});
-    }
-    number = static_cast<int64_t>(jflux::Activation::kNone);
+    auto number = static_cast<int64_t>(jflux::Activation::kNone);
     for (const char* name : jflux::kActivationNames) {
       list->push_back({KeptForever(std::string("activations.") + name), ++number});
     }
@@ -119,6 +122,30 @@ const JfluxField* jflux_constants(void) {
     return list;
   }();
   return constants->data();
+}
+
+const JfluxFormat* jflux_formats(void) {
+  static const auto* formats = [] {
+    auto* list = new std::vector<JfluxFormat>;
+    for (const jflux::Format& f : jflux::kFormats) {
+      list->push_back({f.name, f.bits, jflux::FormatOf(f.accumulator).name, f.portable, f.hopper,
+                       f.k_major, f.scale_block, f.stored});
+    }
+    list->push_back({});
+    return list;
+  }();
+  return formats->data();
+}
+
+uint32_t jflux_operand_formats(const char* op, const char* platform) {
+  return static_cast<uint32_t>(FormatsOf(op, platform).operands);
+}
+
+const char* jflux_why_not_formats(const char* op, const char* platform, const char* operands,
+                                  const char* results) {
+  const std::string why =
+      jflux::WhyNotFormats(FormatsOf(op, platform), jflux::kAllFormats, operands, results);
+  return why.empty() ? nullptr : Reason(why);
 }
 
 int jflux_choices(JfluxChoice* choices, int capacity) {

@@ -60,7 +60,6 @@
 #include <string>
 #include <vector>
 
-#include "core/dtype.h"
 #include "core/layout.h"
 #include "core/signal.h"
 #include "runtime/call_error.h"

@@ -68,22 +68,6 @@ To Cast(From v) {
   }
 }
 
-template <typename F>
-void WithType(DType t, F&& f) {
-  switch (t) {
-    case DType::kF16:
-      return f(F16{});
-    case DType::kBF16:
-      return f(BF16{});
-    case DType::kF32:
-      return f(float{});
-    case DType::kF64:
-      return f(double{});
-  }
-}
-
-DType ComputeTypeOf(DType t) { return t == DType::kF64 ? DType::kF64 : DType::kF32; }
-
 }  // namespace
 
 void SetBlas(void* sgemm, void* dgemm) {
@@ -97,18 +81,18 @@ void Convert(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64
     std::memcpy(dst, src, count * SizeOf(src_dtype));
     return;
   }
-  WithType(src_dtype, [&](auto from) {
-    WithType(dst_dtype, [&](auto to) {
-      const auto* s = static_cast<const decltype(from)*>(src);
-      auto* d = static_cast<decltype(to)*>(dst);
-      for (int64_t i = 0; i < count; ++i) d[i] = Cast<decltype(to)>(s[i]);
+  WithFormat(src_dtype, [&](auto from) {
+    WithFormat(dst_dtype, [&](auto to) {
+      const auto* s = static_cast<const Number<from>*>(src);
+      auto* d = static_cast<Number<to>*>(dst);
+      for (int64_t i = 0; i < count; ++i) d[i] = Cast<Number<to>>(s[i]);
     });
   });
 }
 
 void Accumulate(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count) {
-  WithType(src_dtype, [&](auto from) {
-    const auto* s = static_cast<const decltype(from)*>(src);
+  WithFormat(src_dtype, [&](auto from) {
+    const auto* s = static_cast<const Number<from>*>(src);
     if (dst_dtype == DType::kF64) {
       auto* d = static_cast<double*>(dst);
       for (int64_t i = 0; i < count; ++i) d[i] += Cast<double>(s[i]);
@@ -120,7 +104,12 @@ void Accumulate(const void* src, DType src_dtype, void* dst, DType dst_dtype, in
 }
 
 CpuRhs::CpuRhs(const void* w, DType dtype, int64_t k, int64_t n, bool transposed)
-    : dtype_(dtype), compute_(ComputeTypeOf(dtype)), k_(k), n_(n), transposed_(transposed), w_(w) {
+    : dtype_(dtype),
+      compute_(FormatOf(dtype).accumulator),
+      k_(k),
+      n_(n),
+      transposed_(transposed),
+      w_(w) {
   if (dtype_ == compute_) return;
   converted_.resize(k * n);
   Convert(w, dtype_, converted_.data(), DType::kF32, k * n);

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/dtype.h"
+#include "core/format.h"
 
 namespace jflux {
 
@@ -32,7 +32,7 @@ class CpuRhs {
   std::vector<float> converted_;
 };
 
-// dst[i] = src[i] for i < count, between any two of the four types. fp32 to 16 bits rounds to
+// dst[i] = src[i] for i < count, between any two formats. fp32 to 16 bits rounds to
 // nearest even.
 void Convert(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count);
 

@@ -50,12 +50,12 @@ std::string Text(const char* format, ...) {
   return text;
 }
 
-using Number = unsigned long long;
-Number Epoch(Signal s) { return EpochOf(s); }
+using Printed = unsigned long long;  // as %llu
+Printed Epoch(Signal s) { return EpochOf(s); }
 
-// "rank 2 ... 60 s ... for rank 3 (unit 17 of call 5; last heard of in call 4)"
+// "rank 2 ... 60 s ... for rank 3 (item 17 of call 5; last heard of in call 4)"
 std::string WhomFor(const Fault& fault) {
-  return Text("rank %d (unit %lld of call %llu; last heard of in call %llu)", fault.peer,
+  return Text("rank %d (item %lld of call %llu; last heard of in call %llu)", fault.peer,
               static_cast<long long>(fault.tile), Epoch(fault.expected), Epoch(fault.seen));
 }
 
@@ -88,7 +88,7 @@ std::string Describe(const Fault& fault, double deadline_s) {
     case FaultKind::kMismatch:
       return Text(
           "jflux.%s: rank %d expects call %llu with signature %06x, but rank %d sent call %llu "
-          "with signature %06x (unit %lld). The ranks run different calls: check that all "
+          "with signature %06x (item %lld). The ranks run different calls: check that all "
           "of them trace the same ops with the same shapes, in the same order.",
           op, fault.rank, Epoch(fault.expected), SignatureOf(fault.expected), fault.peer,
           Epoch(fault.seen), SignatureOf(fault.seen), static_cast<long long>(fault.tile));
@@ -98,13 +98,13 @@ std::string Describe(const Fault& fault, double deadline_s) {
           "have been returned). Another CTA of its GPU has not sent what it has begun to send: "
           "the link is stuck, or this is a fault of jflux, which its authors want to know.",
           op, fault.rank, deadline_s, static_cast<long long>(fault.tile),
-          static_cast<Number>(fault.expected), static_cast<Number>(fault.seen));
+          static_cast<Printed>(fault.expected), static_cast<Printed>(fault.seen));
     case FaultKind::kUnfinished:
       return Text(
           "jflux.%s: rank %d waited %.3g s for its own tiles (class %lld; %llu blocks of %llu). "
           "This is a fault of jflux, which its authors want to know.",
           op, fault.rank, deadline_s, static_cast<long long>(fault.tile),
-          static_cast<Number>(fault.seen), static_cast<Number>(fault.expected));
+          static_cast<Printed>(fault.seen), static_cast<Printed>(fault.expected));
     case FaultKind::kOverlap:
       return Text(
           "jflux.%s: rank %d found another of jflux's kernels in its workspace (launch %llu). "
@@ -112,7 +112,7 @@ std::string Describe(const Fault& fault, double deadline_s) {
           "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT from XLA_FLAGS, keep jflux's "
           "calls on one stream (no compute_on), and launch a custom kernel once for each call, "
           "on the handler's stream.",
-          op, fault.rank, static_cast<Number>(fault.expected));
+          op, fault.rank, static_cast<Printed>(fault.expected));
     case FaultKind::kAborted:
       return Text("jflux.%s: rank %d gave up waiting for ", op, fault.rank) + WhomFor(fault) +
              ", since this process has failed on another device";  // the heap adds the reason

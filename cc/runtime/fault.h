@@ -4,7 +4,6 @@
 
 #include <string>
 
-#include "core/dtype.h"
 #include "core/signal.h"
 #include "runtime/call_error.h"
 
@@ -15,7 +14,7 @@ const char* NameOf(OpId op);
 // The number of the calls with this name, "custom_call(target)" or "symm.call(kernel)".
 OpId CustomOp(const std::string& name);
 
-// "jflux.all_gather_matmul: rank 2 waited 60 s for rank 3 (unit 17): ...". `deadline_s` is what
+// "jflux.all_gather_matmul: rank 2 waited 60 s for rank 3 (item 17): ...". `deadline_s` is what
 // the wait was given.
 std::string Describe(const Fault& fault, double deadline_s);
 ErrorKind KindOf(const Fault& fault);

@@ -11,8 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/rows.h"
+#include "core/signal.h"
 #include "runtime/attributes.h"
 #include "runtime/cpu_call.h"
 #include "runtime/denormals.h"
@@ -46,14 +47,11 @@ inline std::optional<Group> FindGroup(Int64s groups, int64_t world, int64_t devi
 
 inline std::optional<DType> DTypeOf(ffi::DataType t) {
   switch (t) {
-    case ffi::DataType::F16:
-      return DType::kF16;
-    case ffi::DataType::BF16:
-      return DType::kBF16;
-    case ffi::DataType::F32:
-      return DType::kF32;
-    case ffi::DataType::F64:
-      return DType::kF64;
+#define JFLUX_CASE(ID, ...) \
+  case ffi::DataType::ID:   \
+    return DType::k##ID;
+    JFLUX_FORMATS(JFLUX_CASE)
+#undef JFLUX_CASE
     default:
       return std::nullopt;
   }

@@ -1,6 +1,7 @@
 // The compiled GEMM configurations, shared by all ops: types x layout of w x GemmChoice. An op's
 // Instances define
 //
+//   kFormats          the OpFormats of its kernels
 //   Kernel<Config>()  its kernel for a configuration; null: none
 //   kMostSplits       how many CTAs may split k; 1: k is not split
 //   kMayLendStage     whether tiles may lend a stage (gpu/gemm_smem.cuh)
@@ -11,15 +12,12 @@
 #ifndef JFLUX_RUNTIME_GEMM_INSTANCES_CUDA_H_
 #define JFLUX_RUNTIME_GEMM_INSTANCES_CUDA_H_
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <iterator>
 #include <string>
-#include <type_traits>
 
 #include "gpu/gemm_config.h"
 #include "gpu/gemm_sm90.cuh"
+#include "gpu/types.cuh"
 #include "runtime/kernels_cuda.h"
 
 namespace jflux {
@@ -96,14 +94,10 @@ struct LaunchInstance {
   }
 };
 
-// The C++ type of a format.
-template <DType kFormat>
-using GemmType = std::conditional_t<kFormat == DType::kF16, __half, __nv_bfloat16>;
-
 // The kernels for one format and layout of w.
 template <typename Instances, DType kFormat, bool kTransposeRhs>
 struct GemmFamily {
-  using T = GemmType<kFormat>;
+  using T = CudaType<kFormat>;
   static bool Load(std::string* error);
   // False, and nothing said, if there is no kernel for the choice.
   static bool Launch(const GemmChoice& choice, const LaunchInstance<Instances>& launch);
@@ -127,10 +121,12 @@ bool GemmFamily<Instances, kFormat, kTransposeRhs>::Launch(
 
 template <typename Instances>
 bool LoadGemmInstances(std::string* error) {
-  return GemmFamily<Instances, DType::kF16, false>::Load(error) &&
-         GemmFamily<Instances, DType::kF16, true>::Load(error) &&
-         GemmFamily<Instances, DType::kBF16, false>::Load(error) &&
-         GemmFamily<Instances, DType::kBF16, true>::Load(error);
+  return ForFormats(Instances::kFormats.operands, [&](DType dtype) {
+    return WithFormat<Instances::kFormats.operands>(dtype, [&](auto format) {
+      return GemmFamily<Instances, format(), false>::Load(error) &&
+             GemmFamily<Instances, format(), true>::Load(error);
+    });
+  });
 }
 
 template <typename Instances>
@@ -139,12 +135,10 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
   *error = "no kernel has tiles of " + std::to_string(choice.tile_n) + " columns, clusters of " +
            std::to_string(choice.cluster_m) + " and k in " + std::to_string(choice.splits);
   const LaunchInstance<Instances> launch{args, num_tiles, sm_count, choice.splits, stream, error};
-  const auto with_format = [&](auto format) {
+  return WithFormat<Instances::kFormats.operands>(dtype, [&](auto format) {
     return transpose_rhs ? GemmFamily<Instances, format(), true>::Launch(choice, launch)
                          : GemmFamily<Instances, format(), false>::Launch(choice, launch);
-  };
-  return dtype == DType::kF16 ? with_format(std::integral_constant<DType, DType::kF16>{})
-                              : with_format(std::integral_constant<DType, DType::kBF16>{});
+  });
 }
 
 // The files of an op's instances have its kernels, and no other file.
@@ -159,11 +153,12 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
 inline bool EncodeRhsMap(CUtensorMap* map, DType dtype, const void* w, int64_t k, int64_t n,
                          bool transpose_rhs, bool halves, const GemmChoice& choice,
                          std::string* error) {
+  const int block = BlockElements(dtype);
   if (transpose_rhs) {
     const int rows = choice.tile_n / (halves ? 2 : choice.cluster_m);
-    return EncodeTensorMap(map, dtype, w, {n, k}, {k}, {rows, 64}, error);
+    return EncodeTensorMap(map, dtype, w, {n, k}, {k}, {rows, block}, error);
   }
-  return EncodeTensorMap(map, dtype, w, {k, n}, {n}, {64 / choice.cluster_m, 64}, error);
+  return EncodeTensorMap(map, dtype, w, {k, n}, {n}, {block / choice.cluster_m, block}, error);
 }
 
 }  // namespace jflux

@@ -116,8 +116,9 @@ bool EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data,
     element_stride[i] = 1;
     if (i + 1 < rank) global_stride[i] = std::data(strides)[rank - 2 - i] * SizeOf(dtype);
   }
+  // TMA only moves bytes, and what it fills in is zeros.
   const auto type =
-      dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+      SizeOf(dtype) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   // Rows of 128 bytes, or of 64.
   const auto swizzle = boxes == Boxes::kLinear             ? CU_TENSOR_MAP_SWIZZLE_NONE
                        : box_size[0] * SizeOf(dtype) == 64 ? CU_TENSOR_MAP_SWIZZLE_64B

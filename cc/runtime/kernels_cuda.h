@@ -11,7 +11,7 @@
 #include <initializer_list>
 #include <string>
 
-#include "core/dtype.h"
+#include "core/format.h"
 
 namespace jflux {
 
@@ -38,8 +38,8 @@ bool LoadOnce(bool (*load)(std::string* error), std::string* error);
 // consecutive.
 enum class Boxes { kSwizzled, kLinear };
 
-// A map of a row-major array (the last of `sizes` contiguous) of 16-bit elements; reads outside are
-// zero. `strides` are in elements and leave out the contiguous one.
+// A map of a row-major array (the last of `sizes` contiguous) of elements of up to 16 bits; reads
+// outside are zero. `strides` are in elements and leave out the contiguous one.
 // Sizes, strides and box go from the outermost to the innermost dimension.
 bool EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data,
                      std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides,

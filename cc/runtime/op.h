@@ -21,7 +21,7 @@
 #include <string>
 #include <vector>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/signal.h"
 #include "gpu/machine.h"
 #include "xla/ffi/api/c_api.h"
@@ -41,9 +41,11 @@ struct Constant {
 struct Op {
   OpId id;           // unique among all ops
   const char* name;  // the FFI target is "jflux_" + name
-  XLA_FFI_Handler*
-      cpu;  // null if CPUs run plain lax; of a local op it may also only check operands
+  // Null if CPUs run plain lax. Of a local op it may also only check operands.
+  XLA_FFI_Handler* cpu;
   XLA_FFI_Handler* cuda;  // reads the same attributes (runtime/attributes.h)
+  // Of the CPU's body, and of the GPU's kernels.
+  OpFormats cpu_formats, cuda_formats;
   // The plan of the kernels for this call on this machine; false and *why_not if they do not take
   // it. A pure function, so every rank gets the same plan. Null: a local op, without peers and
   // without a workspace. It computes on one device, so its calls need neither the heap, nor a plan
@@ -100,6 +102,8 @@ class CallReader {
     const auto field = call_.find(name);
     return field == call_.end() ? fallback : Ranged(*field, least, most);
   }
+  // The number of a format's row.
+  DType GetFormat(const char* name) { return static_cast<DType>(Get(name, 0, kFormatCount - 1)); }
   bool Has(const char* name) const { return call_.count(name) != 0; }
   // Makes Check() fail; the first reason is the one that it tells.
   void Refuse(const std::string& why) {

@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/layout.h"
 #include "core/rows.h"
 #include "gpu/gemm_config.h"
@@ -37,8 +37,8 @@ struct ProductCall {
     if (rows > kMost || rows * Max(c.k, c.n) > 0x1p48 || static_cast<double>(c.k) * c.n > 0x1p48) {
       call.Refuse("operands of more than 2^31 rows or 2^48 elements");
     }
-    c.dtype = static_cast<DType>(call.Get("dtype", 0, 3));
-    c.out_dtype = static_cast<DType>(call.Get("out_dtype", 0, 3));
+    c.dtype = call.GetFormat("dtype");
+    c.out_dtype = call.GetFormat("out_dtype");
     c.transpose_rhs = call.Get("transpose_rhs", 0, 1) == 1;
     if (call.Has("tile_n") || call.Has("cluster_m") || call.Has("group_m") || call.Has("splits")) {
       const auto number = [&](const char* name) {
@@ -56,19 +56,14 @@ inline std::string Describe(const GemmChoice& c) {
          ", group_m " + std::to_string(c.group_m) + ", splits " + std::to_string(c.splits) + ")";
 }
 
-// Whether GPU kernels take the call at all; else *why_not. `fits`: the op's FitsKernel, which
-// `what_fits` says in words.
-inline bool IsPlannable(const ProductCall& call, bool fits, const char* what_fits,
-                        std::string* why_not) {
-  if (!fits) {
-    *why_not = std::string("the GPU kernels take ") + what_fits;
-    return false;
-  }
-  if (call.given && !IsPossible(*call.given)) {
+// Whether GPU kernels take the call at all; else *why_not. `refused`: why they do not take its
+// operands, if they do not.
+inline bool IsPlannable(const ProductCall& call, const std::string& refused, std::string* why_not) {
+  *why_not = refused;
+  if (refused.empty() && call.given && !IsPossible(*call.given)) {
     *why_not = "no kernel takes the configuration " + Describe(*call.given);
-    return false;
   }
-  return true;
+  return why_not->empty();
 }
 
 // A product's plan, as a handler gets it.

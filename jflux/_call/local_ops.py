@@ -1,33 +1,19 @@
-"""Local ops: without peers and without a workspace. They compute on one device, so their calls need
-no axis, no mesh and no heap, and mean the same inside `jax.shard_map` and outside.
-
-C++ describes them as cc/runtime/local_op.h does.
-"""
+"""Forms of local ops, and what their functions share."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir, xla
-from jax.sharding import PartitionSpec
+from jax.interpreters import ad
 
-from .. import _config, _native
-from . import derivatives, explain, ffi_targets, gpu_code, plans
-from .plans import Arrays, Path, Plan
-from .primitives import (
-    BatchRule,
-    FlopsRule,
-    OpPrimitive,
-    ReferenceForm,
-    ShapesRule,
-    flops_of,
-    no_products,
-)
+from .. import _native
+from . import ffi_targets, gpu_code, plans
+from .forms import AttributesRule, Call, Form, Kernel, Reference, WhyNot
+from .plans import Arrays, Machine, Path, Plan
 
 
 class WhyNotRule(Protocol):
@@ -40,143 +26,78 @@ def _takes_all(arrays: Arrays, params: Any, platform: str) -> None:
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class LocalRules:
-    """The functions and properties of a local op that the lowering needs.
+def kernel(
+    name: str,
+    *,
+    why_not: WhyNotRule,
+    attributes: AttributesRule,
+    why_not_portable: WhyNotRule = _takes_all,
+    checked_on_gpus: bool,
+    on_cpus: bool = True,
+    is_optional: bool = False,
+    prepare: Callable[[Arrays, Any], Any] | None = None,
+) -> Form:
+    """The form of a local op that is its kernel.
 
-    Attributes:
-      name: of the op; its FFI target is ``jflux_<name>``.
-      result_shapes: -> [(shape, dtype)] of the results.
-      reference: the call in plain `lax`.
+    Args:
+      name: of the op.
       why_not: why no kernel takes the call.
+      attributes: of the handler.
       why_not_portable: why portable code (`gpu_code`) does not take a call that `why_not` lets
         pass: GPUs that run it may have less shared memory, 99 KiB for a CTA.
-      attributes: params -> the FFI attributes of the handler.
-      batch: the batching rule.
       checked_on_gpus: whether its GPU kernels have run on a GPU and been compared with the
         reference. Until then GPUs take the reference, unless ``jflux.config.unchecked_kernels``.
       on_cpus: whether CPUs have a handler; else they take the reference.
-      check_on_cpus: operands, params -> the operands of the reference on CPUs, after a handler has
-        checked their values, as the GPU kernel does. None: the reference takes the call's operands
-        unchecked.
       is_optional: whether the reference is as good as the kernel. If so, a call that no kernel
         takes is not logged, and is no error in strict mode.
-      prepare: operands, params -> the operands of the handler, computed in `lax`; None: they are
-        the call's.
-      flops: of the call's products.
-      values: how many of the first results `checkify` looks at. Later results may hold anything in
-        places that nobody reads. None: all results.
+      prepare: as in `Kernel`.
     """
 
-    name: str
-    result_shapes: ShapesRule
-    reference: ReferenceForm
-    why_not: WhyNotRule
-    attributes: Callable[[Any], dict[str, Any]]
-    batch: BatchRule
-    why_not_portable: WhyNotRule = _takes_all
-    checked_on_gpus: bool = False
-    on_cpus: bool = True
-    check_on_cpus: Callable[[Arrays, Any], Arrays] | None = None
-    is_optional: bool = False
-    prepare: Callable[[Arrays, Any], Sequence[jax.Array]] | None = None
-    flops: FlopsRule = no_products
-    values: int | None = None
+    def takes(call: Call, machine: Machine) -> Plan | WhyNot:
+        refuse = functools.partial(WhyNot, unsupported=not is_optional)
+        arrays, params, platform = call.arrays, call.params, machine.platform
+        if why := plans.why_symbolic(arrays):
+            return refuse(why)
+        if platform not in ffi_targets.PLATFORMS:
+            return WhyNot(plans.NO_KERNELS, unsupported=True)
+        if platform == "cpu" and not on_cpus:
+            return WhyNot("plain lax on CPUs")
+        if why := why_not(arrays, params, platform):
+            return refuse(why)
+        if platform == "cpu":
+            return Plan(Path.FUSED, "a local op on a CPU")
+        if not _native.lib.built_with_cuda():
+            return WhyNot("this build of jflux has no GPU kernels", unsupported=True)
+        if why := plans.why_unchecked(checked_on_gpus) or why_no_code(arrays, params):
+            return refuse(why)
+        return Plan(Path.FUSED, "a local op on a GPU")
+
+    def why_no_code(arrays: Arrays, params: Any) -> str | None:
+        """Why this process's GPUs have no code that takes the call, or None."""
+        try:
+            arch = gpu_code.arch_here()
+        except RuntimeError as error:
+            return str(error)
+        if arch >= gpu_code.HOPPER:
+            return None
+        why = gpu_code.why_not(name, arch, gpu_code.gpu_here())
+        return why or why_not_portable(arrays, params, "cuda")
+
+    return Form(takes, Kernel(attributes, prepare=prepare))
 
 
-def make_primitive(rules: LocalRules) -> Primitive:
-    """A primitive ``jflux_<name>(*operands, params)`` with several results, which vary over the
-    mesh axes that any operand varies over. Its derivatives are the caller's to define."""
-    primitive = OpPrimitive(f"jflux_{rules.name}")
-    primitive.multiple_results = True
+def checked_on_cpus(reference: Reference, check: Callable[[Arrays, Any], Arrays]) -> Form:
+    """The form of an op that is plain `lax` on CPUs, where `check` gives the operands, after a
+    handler has looked at their values, as the GPU kernel does."""
 
-    def abstract(*avals: Any, params: Any) -> list[Any]:
-        shapes = rules.result_shapes(avals, params)
-        return [result_type(avals, shape, dtype) for shape, dtype in shapes]
+    def takes(call: Call, machine: Machine) -> Plan | None:
+        return plans.reference("") if machine.platform == "cpu" else None
 
-    primitive.def_abstract_eval(abstract)
-    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+    def run(arrays: Arrays, params: Any, plan: Plan) -> Any:
+        ffi_targets.register_targets("cpu")
+        return reference(check(arrays, params), params)
 
-    def lower(ctx: Any, *operands: Any, params: Any, platform: str) -> Any:
-        plan = plan_call(rules, ctx.avals_in, params, platform)
-        explain.note(rules.name, ctx.avals_in, ctx.avals_out, plan)
-        if plan.unsupported:
-            _config.fall_back(rules.name, plan.reason)
-        if plan.path == Path.REFERENCE:
-            check = rules.check_on_cpus if platform == "cpu" and _config.config.fused else None
-            if check is not None:
-                ffi_targets.register_targets(platform)
-
-            def reference(*operands: jax.Array) -> Any:
-                checked = operands if check is None else check(operands, params)
-                return rules.reference(checked, params)
-
-            return mlir.lower_fun(reference, multiple_results=True)(ctx, *operands)
-        ffi_targets.register_targets(platform)
-        attributes = rules.attributes(params)
-        if rules.prepare is None:
-            return jax.ffi.ffi_lowering(f"jflux_{rules.name}")(ctx, *operands, **attributes)
-        prepare = rules.prepare
-        results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out]
-
-        def call(*operands: jax.Array) -> Any:
-            target = jax.ffi.ffi_call(f"jflux_{rules.name}", results)
-            return target(*prepare(operands, params), **attributes)
-
-        return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
-
-    mlir.register_lowering(primitive, functools.partial(lower, platform="other"))
-    for platform in ffi_targets.PLATFORMS:
-        mlir.register_lowering(
-            primitive, functools.partial(lower, platform=platform), platform=platform
-        )
-    primitive.batched_by(rules.batch)
-    derivatives.check_for_nan(primitive, rules.values)
-    flops_of[primitive] = lambda arrays, results, named: rules.flops(arrays, **named)
-    return primitive
-
-
-def plan_call(rules: LocalRules, avals: Sequence[Any], params: Any, platform: str) -> Plan:
-    """The plan of a call that is lowered for this platform."""
-    if not _config.config.fused:
-        return plans.reference("jflux.config(fused=False)")
-    if why := plans.why_symbolic(avals):
-        return (plans.reference if rules.is_optional else plans.unsupported)(why)
-    if platform not in ffi_targets.PLATFORMS:
-        return plans.unsupported("jflux has kernels for CPUs and CUDA GPUs only")
-    if platform == "cpu" and not rules.on_cpus:
-        return plans.reference("plain lax on CPUs")
-    if why := rules.why_not(avals, params, platform):
-        return (plans.reference if rules.is_optional else plans.unsupported)(why)
-    if platform == "cpu":
-        return Plan(Path.FUSED, "a local op on a CPU")
-    if not _native.lib.built_with_cuda():
-        return plans.unsupported("this build of jflux has no GPU kernels")
-    if why := plans.why_unchecked(rules.checked_on_gpus) or _why_no_code(rules, avals, params):
-        return (plans.reference if rules.is_optional else plans.unsupported)(why)
-    return Plan(Path.FUSED, "a local op on a GPU")
-
-
-def _why_no_code(rules: LocalRules, avals: Sequence[Any], params: Any) -> str | None:
-    """Why this process's GPUs have no code that takes the call, or None."""
-    try:
-        arch = gpu_code.arch_here()
-    except RuntimeError as error:
-        return str(error)
-    if arch >= gpu_code.HOPPER:
-        return None
-    why = gpu_code.why_not(rules.name, arch, gpu_code.gpu_here())
-    return why or rules.why_not_portable(avals, params, "cuda")
-
-
-def result_type(avals: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
-    """The type of a result: it varies over the mesh axes that any operand varies over."""
-    varying = frozenset().union(*(a.manual_axis_type.varying for a in avals))
-    return avals[0].update(
-        shape=shape, dtype=dtype, weak_type=False,
-        manual_axis_type=avals[0].manual_axis_type.update(varying=varying),
-        sharding=avals[0].sharding.update(spec=PartitionSpec(*(None for _ in shape))),
-    )  # fmt: skip
+    return Form(takes, run)
 
 
 def zero_of(array: Any) -> ad.Zero:

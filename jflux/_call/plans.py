@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from .. import _config, _heap, _native
 from .._ranks import meshes
+from .._ranks.node_levels import Levels
 from . import gpu_code
 
 #: The operands of a call, or their types, in order.
@@ -51,6 +52,7 @@ class Plan:
       key: by which tuning tables know the call; None for other ops.
       unsupported: no kernel takes the call, which an op's user may not expect: it is logged, and an
         error in strict mode.
+      levels: of two levels: how the ranks lie on nodes.
     """
 
     path: Path
@@ -60,6 +62,7 @@ class Plan:
     workspace_bytes: int = 0
     key: Any = None
     unsupported: bool = False
+    levels: Levels | None = None
 
     @property
     def choice(self) -> np.ndarray:
@@ -76,6 +79,10 @@ def reference(reason: str) -> Plan:
 def unsupported(reason: str) -> Plan:
     """`lax` runs the call, since no kernel takes it."""
     return Plan(Path.REFERENCE, reason, unsupported=True)
+
+
+#: Why calls on other platforms take the reference.
+NO_KERNELS = "jflux has kernels for CPUs and CUDA GPUs only"
 
 
 def why_symbolic(arrays: Arrays) -> str | None:

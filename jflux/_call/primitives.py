@@ -1,12 +1,12 @@
-"""Makes JAX primitives of ops, and lowers their calls as planned."""
+"""Makes JAX primitives of ops, plans their calls, and lowers them as planned."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,181 +19,8 @@ from .. import _config, _heap, _jax_internals
 from .._ranks import meshes, node_levels
 from .._ranks.node_levels import Levels
 from . import call_names, derivatives, explain, ffi_targets, plans
+from .forms import BatchRule, Call, Form, Kernel, Op, choose
 from .plans import Arrays, Machine, Path, Plan
-
-#: Shape and type of one result.
-ShapeDtype = tuple[tuple[int, ...], Any]
-
-
-class Call(Protocol):
-    """What the parameters of every op have: a call, less its operands.
-
-    Attributes:
-      axis_names: the mesh axes whose ranks take part.
-      world: how many ranks these are.
-      prepared: how the operands were brought into a form that the kernel takes, in words, or None.
-        Such a call has been planned: it takes the kernel.
-    """
-
-    @property
-    def axis_names(self) -> tuple[Any, ...]: ...
-    @property
-    def world(self) -> int: ...
-    @property
-    def prepared(self) -> str | None: ...
-
-
-class ShapesRule(Protocol):
-    """(operands' types, params) -> [(shape, dtype)] of the results."""
-
-    def __call__(self, arrays: Arrays, params: Any) -> Sequence[ShapeDtype]: ...
-
-
-class ReferenceForm(Protocol):
-    """(operands, params) -> the results, in plain `lax`."""
-
-    def __call__(self, arrays: Arrays, params: Any) -> Sequence[Any]: ...
-
-
-class DecomposedForm(Protocol):
-    """(operands, params, plan) -> the results, by XLA's product and others of jflux's ops."""
-
-    def __call__(self, arrays: Arrays, params: Any, plan: Plan) -> Sequence[Any]: ...
-
-
-class PlanRule(Protocol):
-    """(operands' types, params, machine) -> the plan: a pure function, but for the switches of the
-    thread and the tuning tables that it looks the call up in."""
-
-    def __call__(self, arrays: Arrays, params: Any, machine: Machine) -> Plan: ...
-
-
-class TwoLevelForm(Protocol):
-    """(operands, params, plan, levels) -> the results, by XLA's collectives between nodes and
-    jflux's ops inside them."""
-
-    def __call__(
-        self, arrays: Arrays, params: Any, plan: Plan, levels: Levels
-    ) -> Sequence[Any]: ...
-
-
-class TwoLevelPlanRule(Protocol):
-    """(operands' types, params, machine, levels) -> the plan: as `PlanRule`, of a group that lies
-    on several nodes."""
-
-    def __call__(self, arrays: Arrays, params: Any, machine: Machine, levels: Levels) -> Plan: ...
-
-
-class CanonicalRule(Protocol):
-    """(operands' types, params, machine) -> a function (*operands) -> the results that brings the
-    operands into a form that the kernel takes and binds the primitive again, with `prepared`; None
-    if they are in that form."""
-
-    def __call__(
-        self, arrays: Arrays, params: Any, machine: Machine
-    ) -> Callable[..., Any] | None: ...
-
-
-class AttributesRule(Protocol):
-    """(operands' types, params, plan) -> the FFI attributes of the handler beside `groups`, `site`,
-    `sm_count`, `world` and `workspace_bytes`."""
-
-    def __call__(self, arrays: Arrays, params: Any, plan: Plan) -> dict[str, Any]: ...
-
-
-class FlopsRule(Protocol):
-    """(operands' types, params) -> floating-point operations of a rank's products."""
-
-    def __call__(self, arrays: Arrays, params: Any) -> int: ...
-
-
-class BatchRule(Protocol):
-    """(primitive, operands, dims, params=...) -> (results, their batch dimensions)."""
-
-    def __call__(
-        self, primitive: Primitive, operands: Any, dims: Any, *, params: Any
-    ) -> tuple[Any, Any]: ...
-
-
-def no_products(arrays: Arrays, params: Any) -> int:
-    return 0
-
-
-def _always_canonical(arrays: Arrays, params: Any, machine: Machine) -> None:
-    return None
-
-
-def _no_decomposed_form(arrays: Arrays, params: Any, plan: Plan) -> Sequence[Any]:
-    raise AssertionError(f"a plan chose a form that there is not: {plan.reason}")
-
-
-def _no_two_level_form(arrays: Arrays, params: Any, plan: Plan, levels: Levels) -> Sequence[Any]:
-    raise AssertionError(f"a plan chose a form that there is not: {plan.reason}")
-
-
-def _inside_nodes_only(arrays: Arrays, params: Any, machine: Machine, levels: Levels) -> Plan:
-    return plans.unsupported(f"{levels}, and its kernel reaches the ranks of one node only")
-
-
-def _nothing_to_register(params: Any, platform: str) -> None:
-    """The library's own targets are registered together."""
-
-
-def _nothing_same(params: Any) -> tuple[Any, ...]:
-    return ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """What the lowering asks of an op.
-
-    Attributes:
-      name: of the op; its FFI target is ``jflux_<name>``, unless `target` says otherwise.
-      result_shapes: -> [(shape, dtype)] of the results.
-      reference: the call in plain `lax`.
-      decomposed: the call as XLA's product and others of jflux's ops, for ops whose plans may say
-        so.
-      plan: which path the call takes.
-      form_without_room: whether the decomposed form takes over where the kernel's workspace finds
-        no room in the heap; else the reference does.
-      two_level: the call as XLA's collectives between nodes and jflux's ops inside them.
-      plan_two_level: which path a call takes whose ranks lie on several nodes, equally many on
-        each.
-      canonical: how the operands get into the kernel's form.
-      attributes: what the handler takes.
-      batch: the batching rule.
-      flops: of the call's products, on one rank.
-      same_over: params -> the axes that the results do not vary over any more.
-      target: params -> the FFI target, of which messages then speak too.
-      title: params -> what messages call the call; else its name and target.
-      register: (params, platform): registers that target with XLA.
-      aliases: operand -> the result that it becomes, by number: both are one buffer.
-    """
-
-    name: str
-    result_shapes: ShapesRule
-    reference: ReferenceForm
-    plan: PlanRule
-    attributes: AttributesRule
-    batch: BatchRule
-    decomposed: DecomposedForm = _no_decomposed_form
-    form_without_room: bool = True
-    two_level: TwoLevelForm = _no_two_level_form
-    plan_two_level: TwoLevelPlanRule = _inside_nodes_only
-    canonical: CanonicalRule = _always_canonical
-    flops: FlopsRule = no_products
-    same_over: Callable[[Any], tuple[Any, ...]] = _nothing_same
-    target: Callable[[Any], str] | None = None
-    title: Callable[[Any], str] | None = None
-    register: Callable[[Any, str], None] = _nothing_to_register
-    aliases: Mapping[int, int] = dataclasses.field(default_factory=dict)
-
-    def label(self, params: Any) -> str:
-        """The op as messages name it."""
-        if self.title is not None:
-            return self.title(params)
-        return self.name if self.target is None else f"{self.name}({self.target(params)})"
-
 
 #: By an op's primitive: (operands' types, results' types, its parameters) -> floating-point
 #: operations of one rank.
@@ -239,26 +66,27 @@ def _own_axes(params: Any) -> frozenset[Any]:
     return frozenset(meshes.axes_and_groups(getattr(params, "axis_names", ()))[0])
 
 
-def make_primitive(rules: Rules) -> Primitive:
+def make_primitive(op: Op) -> Primitive:
     """A primitive ``jflux_<name>(*operands, params)`` with several results, all of the first
-    operand's kind."""
-    primitive = OpPrimitive(f"jflux_{rules.name}")
+    operand's kind. Its derivatives are the caller's to define."""
+    primitive = OpPrimitive(f"jflux_{op.name}")
     primitive.multiple_results = True
-    # The group table names devices, so a lowering holds for its devices alone. Without this, JAX
-    # reuses it for another mesh of the same shape.
-    _jax_internals.lower_for_its_devices(primitive)
+    if not op.is_local:
+        # The group table names devices, so a lowering holds for its devices alone. Without this,
+        # JAX reuses it for another mesh of the same shape.
+        _jax_internals.lower_for_its_devices(primitive)
 
     def abstract(*avals: Any, params: Any) -> list[Any]:
         # Results vary over the axes that the operands vary over; a bare shape would claim that
         # they do not, and check_vma=True would let wrong out_specs pass.
         varying = frozenset().union(*(a.manual_axis_type.varying for a in avals))
-        varying -= frozenset(rules.same_over(params))
+        varying -= frozenset(op.same_over(params))
         manual = avals[0].manual_axis_type.update(varying=varying)
-        results = rules.result_shapes(avals, params)
+        results = op.result_shapes(avals, params)
         specs = [PartitionSpec(*(None for _ in shape)) for shape, _ in results]
-        if meshes.is_sharded(avals):
+        if meshes.is_sharded(avals) and not op.is_local:
             # Over Explicit axes that are not manual: as the reference's results.
-            types = jax.eval_shape(lambda *arrays: rules.reference(arrays, params), *avals)
+            types = jax.eval_shape(lambda *arrays: op.reference(arrays, params), *avals)
             specs = [t.sharding.spec for t in types]
         return [
             avals[0].update(
@@ -271,92 +99,100 @@ def make_primitive(rules: Rules) -> Primitive:
     primitive.def_abstract_eval(abstract)
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
 
-    def lower_form(ctx: Any, operands: Any, form: Callable[[Arrays], Any]) -> Any:
-        inside = meshes.unsharded_inside(lambda *operands: form(operands), ctx.avals_out)
+    def lower_run(ctx: Any, operands: Any, run: Callable[[Arrays], Any]) -> Any:
+        inside = meshes.unsharded_inside(lambda *operands: run(operands), ctx.avals_out)
         return mlir.lower_fun(inside, multiple_results=True)(ctx, *operands)
 
     def lower(ctx: Any, *operands: Any, params: Any, platform: str) -> Any:
-        mesh = meshes.concrete_mesh_of(ctx.module_context, params.axis_names)
-        plan, machine = plan_call(rules, ctx.avals_in, ctx.avals_out, params, platform, mesh)
-        if plan.path == Path.FUSED and (why := call_names.why_not(platform)):
-            plan = plans.unsupported(why)
-        canonical = None
-        if plan.path == Path.FUSED:
-            assert mesh is not None and machine is not None
-            canonical = rules.canonical(ctx.avals_in, params, machine)
-        if canonical is not None:
-            return lower_form(ctx, operands, lambda arrays: canonical(*arrays))
-        if plan.path == Path.FUSED:
-            assert mesh is not None and machine is not None
-            plan = _reserve(rules, ctx, params, plan, machine, mesh)
-        _report(rules.label(params), ctx, plan)
-        if plan.path == Path.REFERENCE:
-            return lower_form(ctx, operands, lambda arrays: rules.reference(arrays, params))
-        if plan.path == Path.DECOMPOSED:
-            return lower_form(ctx, operands, lambda arrays: rules.decomposed(arrays, params, plan))
-        if plan.path == Path.TWO_LEVEL:
-            assert mesh is not None
-            levels = levels_over(platform, mesh, params.axis_names)
-            assert isinstance(levels, Levels)
-            form = functools.partial(rules.two_level, params=params, plan=plan, levels=levels)
-            return lower_form(ctx, operands, form)
-        assert mesh is not None and machine is not None
-        return _lower_fused(rules, ctx, operands, params, plan, machine, mesh)
+        mesh = None
+        if not op.is_local:
+            mesh = meshes.concrete_mesh_of(ctx.module_context, params.axis_names)
+        planned = plan_call(op, ctx.avals_in, ctx.avals_out, params, platform, mesh)
+        if (kernel := planned.kernel) is not None and not op.is_local:
+            if why := call_names.why_not(platform):
+                planned = Planned(plans.unsupported(why))
+            elif canonical := kernel.canonical(ctx.avals_in, params, planned.machine):
+                return lower_run(ctx, operands, lambda arrays: canonical(*arrays))
+            else:
+                planned = _reserve(op, ctx, params, planned, mesh)
+        plan, form = planned.plan, planned.form
+        _report(op.label(params), ctx, plan)
+        if form is None:
+            return lower_run(ctx, operands, lambda arrays: op.reference(arrays, params))
+        if not isinstance(run := form.run, Kernel):
+            return lower_run(ctx, operands, lambda arrays: run(arrays, params, plan))
+        ffi_targets.register_targets(platform)
+        if op.is_local:
+            return _lower_local(op.name, run, ctx, operands, params, plan)
+        assert mesh is not None
+        return _lower_kernel(op.name, run, ctx, operands, params, planned, mesh)
 
-    def lower_elsewhere(ctx: Any, *operands: Any, params: Any) -> Any:
-        plan = plans.unsupported("jflux has kernels for CPUs and CUDA GPUs only")
-        _report(rules.label(params), ctx, plan)
-        return lower_form(ctx, operands, lambda arrays: rules.reference(arrays, params))
-
-    mlir.register_lowering(primitive, lower_elsewhere)
+    mlir.register_lowering(primitive, functools.partial(lower, platform="other"))
     for platform in ffi_targets.PLATFORMS:
         rule = functools.partial(lower, platform=platform)
         mlir.register_lowering(primitive, rule, platform=platform)
-    primitive.batched_by(rules.batch)
-    derivatives.check_for_nan(primitive)
-    flops_of[primitive] = lambda arrays, results, named: rules.flops(arrays, **named)
+    primitive.batched_by(op.batch)
+    derivatives.check_for_nan(primitive, op.values)
+    flops_of[primitive] = lambda arrays, results, named: op.flops(arrays, **named)
     return primitive
 
 
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A call's plan, the form that runs it (None: the reference), and the machine."""
+
+    plan: Plan
+    form: Form | None = None
+    machine: Machine = Machine("other")
+
+    @property
+    def kernel(self) -> Kernel | None:
+        """What the form calls."""
+        return self.form.run if self.form and isinstance(self.form.run, Kernel) else None
+
+
 def plan_call(
-    rules: Rules,
+    op: Op,
     avals: Sequence[Any],
     avals_out: Sequence[Any],
     params: Any,
     platform: str,
-    mesh: Mesh | None,
-) -> tuple[Plan, Machine | None]:
-    """The plan of a call that is lowered for this mesh (None: it is not known), and the machine."""
+    mesh: Mesh | None = None,
+) -> Planned:
+    """How a call is run that is lowered for this mesh. None: it is not known, or the op is
+    local."""
     if not _config.config.fused:
-        return plans.reference("jflux.config(fused=False)"), None
+        return Planned(plans.reference("jflux.config(fused=False)"))
+    if op.is_local:
+        machine = Machine(platform)
+        return Planned(*choose(op.forms, Call(avals, params), machine), machine)
+    if platform not in ffi_targets.PLATFORMS:
+        return Planned(plans.unsupported(plans.NO_KERNELS))
     if why := plans.why_symbolic((*avals, *avals_out)):
-        return plans.unsupported(why), None
+        return Planned(plans.unsupported(why))
     if any(0 in aval.shape for aval in (*avals, *avals_out)):
-        return plans.reference("an operand or a result is empty"), None
+        return Planned(plans.reference("an operand or a result is empty"))
     if why := _jax_internals.DEVICES.why_missing():
-        return plans.unsupported(why), None
+        return Planned(plans.unsupported(why))
     if mesh is None:
-        return (
+        return Planned(
             plans.unsupported(
                 "the mesh is abstract, and the program that is lowered has no devices: call it on "
                 "arrays that lie on the mesh's, or under jax.set_mesh(mesh), or give a mesh with "
                 "devices"
-            ),
-            None,
+            )
         )
     if why := _heap.why_not_usable(platform, mesh, meshes.group_table(mesh, params.axis_names)):
-        return plans.unsupported(why), None
+        return Planned(plans.unsupported(why))
     if params.world == 1 and meshes.has_subgroups(params.axis_names):
-        return plans.reference("each group has one rank"), None
+        return Planned(plans.reference("each group has one rank"))
     machine = plans.machine_of(platform, mesh)
-    if why := machine.why_no_kernel(rules.name):
-        return plans.unsupported(why), None
+    if why := machine.why_no_kernel(op.name):
+        return Planned(plans.unsupported(why))
     levels = levels_over(platform, mesh, params.axis_names)
     if isinstance(levels, str):
-        return plans.unsupported(levels), None
-    if levels is not None:
-        return rules.plan_two_level(avals, params, machine, levels), machine
-    return rules.plan(avals, params, machine), machine
+        return Planned(plans.unsupported(levels))
+    return Planned(*choose(op.forms, Call(avals, params, levels), machine), machine)
 
 
 def levels_over(platform: str, mesh: Mesh, axis_names: Any) -> Levels | str | None:
@@ -383,34 +219,37 @@ def _report(label: str, ctx: Any, plan: Plan) -> None:
         _config.say_once(logging.INFO, f"jflux.{label} is {plan.path}: {plan.reason}")
 
 
-def _reserve(rules: Rules, ctx: Any, params: Any, plan: Plan, machine: Machine, mesh: Mesh) -> Plan:
-    """The plan, or another one if the symmetric heap has no room for it."""
+def _reserve(op: Op, ctx: Any, params: Any, planned: Planned, mesh: Any) -> Planned:
+    """The call as it is planned, or by a later form if the symmetric heap has no room for it."""
+    machine, plan = planned.machine, planned.plan
     if not machine.is_here or _config.config.current().recorder is not None:  # nothing is to run
-        return plan
+        return planned
     table = meshes.group_table(mesh, params.axis_names)
     operands = explain.describe(ctx.avals_in)
     why = _heap.reserve(
-        machine.platform, table, rules.label(params), operands, plan.workspace_bytes,
+        machine.platform, table, op.label(params), operands, plan.workspace_bytes,
         ctx.module_context.module,
     )  # fmt: skip
     if why is None:
-        return plan
-    has_form = rules.decomposed is not _no_decomposed_form and rules.form_without_room
-    path = Path.DECOMPOSED if has_form else Path.REFERENCE
-    return Plan(path, f"{operands}: {why}", unsupported=True)
+        return planned
+    later = op.forms[op.forms.index(planned.form) + 1 :]
+    plan, form = choose(later, Call(ctx.avals_in, params), machine)
+    plan = dataclasses.replace(plan, reason=f"{operands}: {why}", unsupported=True)
+    return Planned(plan, form, machine)
 
 
-def _lower_fused(
-    rules: Rules, ctx: Any, operands: Any, params: Any, plan: Plan, machine: Machine, mesh: Mesh
+def _lower_kernel(
+    name: str, kernel: Kernel, ctx: Any, operands: Any, params: Any, planned: Planned, mesh: Mesh
 ) -> Any:
-    ffi_targets.register_targets(machine.platform)
-    rules.register(params, machine.platform)
+    """The call of the kernel of an op over ranks."""
+    plan, machine = planned.plan, planned.machine
+    kernel.register(params, machine.platform)
     table = meshes.group_table(mesh, params.axis_names)
-    target = f"jflux_{rules.name}" if rules.target is None else rules.target(params)
-    aliases: Any = {"operand_output_aliases": dict(rules.aliases)} if rules.aliases else {}
+    target = f"jflux_{name}" if kernel.target is None else kernel.target(params)
+    aliases: Any = {"operand_output_aliases": dict(kernel.aliases)} if kernel.aliases else {}
     # Grids and orders of tiles depend on it, and must be the same on all ranks. A user's own kernel
     # has a grid of the user's.
-    own = {"sm_count": np.int64(machine.sm_count)} if rules.target is None else {}
+    own = {"sm_count": np.int64(machine.sm_count)} if kernel.target is None else {}
     call_names.expect(target)
     return jax.ffi.ffi_lowering(target, **aliases)(
         ctx,
@@ -420,8 +259,24 @@ def _lower_fused(
         world=np.int64(table.shape[1]),
         workspace_bytes=np.int64(plan.workspace_bytes),
         **own,
-        **rules.attributes(ctx.avals_in, params, plan),
+        **kernel.attributes(ctx.avals_in, params, plan),
     )
+
+
+def _lower_local(
+    name: str, kernel: Kernel, ctx: Any, operands: Any, params: Any, plan: Plan
+) -> Any:
+    """The call of the kernel of a local op."""
+    attributes = kernel.attributes(ctx.avals_in, params, plan)
+    if (prepare := kernel.prepare) is None:
+        return jax.ffi.ffi_lowering(f"jflux_{name}")(ctx, *operands, **attributes)
+    results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out]
+
+    def call(*operands: Any) -> Any:
+        target = jax.ffi.ffi_call(f"jflux_{name}", results)
+        return target(*prepare(operands, params), **attributes)
+
+    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
 
 
 call_names.name_when_lowered()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from .. import _config
-from .._call import plans
+from .._call import forms
+from .._call.forms import AttributesRule, Call, CanonicalRule, Form, Run, Takes, WhyNot
 from .._call.plans import MEASURED_TFLOPS, Arrays, Machine, Path, Plan
 from .._ranks.node_levels import Levels
 from .products import _product_plan
@@ -52,18 +54,6 @@ class Step:
         return self.nbytes / NODE_BYTES_PER_SECOND
 
 
-class PlanRule(Protocol):
-    """The same as `primitives.PlanRule`, which this module cannot import."""
-
-    def __call__(self, arrays: Arrays, params: Any, machine: Machine) -> Plan: ...
-
-
-class TwoLevelPlanRule(Protocol):
-    """The same as `primitives.TwoLevelPlanRule`."""
-
-    def __call__(self, arrays: Arrays, params: Any, machine: Machine, levels: Levels) -> Plan: ...
-
-
 class StepRule(Protocol):
     """(operands' types, params, levels) -> the step of a product."""
 
@@ -87,10 +77,11 @@ def chunks_of(step: Step) -> int:
     return max([c for c in even if step.divided // c % _product_plan.TILE_ROWS == 0] or even)
 
 
-def plan_product(step: Step, params: Any, levels: Levels) -> Plan:
-    """The plan of a product over two levels: a pure function, but for the thread's switches."""
+def plan_product(step: Step, params: Any, levels: Levels) -> Plan | WhyNot:
+    """The plan of a product over two levels, or why it has none: a pure function, but for the
+    thread's switches."""
     if step.rows < FEWEST_ROWS and _product_plan.why_kernel(params) is None:
-        return plans.decomposed(
+        return WhyNot(
             f"{levels}, and {step.rows} rows of the product for each are fewer than {FEWEST_ROWS}"
         )
     forced = _config.config.current().node_chunks
@@ -106,41 +97,65 @@ def plan_product(step: Step, params: Any, levels: Levels) -> Plan:
 def two_level(levels: Levels, words: str, **config: int) -> Plan:
     """XLA's collectives between nodes and jflux's ops inside them run the call."""
     sizes = {"nodes": levels.count, "ranks": levels.local}
-    return Plan(Path.TWO_LEVEL, f"{levels}; {words}", config={**sizes, **config})
+    return Plan(Path.TWO_LEVEL, f"{levels}; {words}", config={**sizes, **config}, levels=levels)
 
 
-def lax_alone(levels: Levels) -> Plan:
-    """The plan of a collective that has nobody to talk to inside its node."""
-    return plans.reference(f"{levels}: nothing of it runs inside a node")
+def levels_of(plan: Plan) -> Levels:
+    """The levels of a call that runs over two."""
+    assert plan.levels is not None
+    return plan.levels
 
 
-def reference_inside(
-    plan: PlanRule,
-    arrays: Arrays,
-    params: Any,
-    machine: Machine,
-    levels: Levels,
-) -> Plan | None:
-    """The plan of a call whose ranks inside a node would take the reference, by the op's own plan
-    rule: all of it takes that, and for the same reason."""
-    if levels.local == 1:
-        return None
-    part = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local)
-    found = plan(arrays, part, machine)
-    return found if found.path == Path.REFERENCE else None
+def over_nodes(plan: Callable[[Call, Machine], Plan | WhyNot]) -> Takes:
+    """Of a form over two levels, which takes calls whose ranks lie on several nodes alone."""
+
+    def takes(call: Call, machine: Machine) -> Plan | WhyNot | None:
+        return None if call.levels is None else plan(call, machine)
+
+    return takes
 
 
-def plan_rule(plan: PlanRule, step: StepRule) -> TwoLevelPlanRule:
-    """The two-level plan rule of a product, for `primitives.Rules`.
+def collective(
+    inside: Callable[[Call, Machine], Plan | WhyNot], plan: Callable[[Call], Plan]
+) -> Takes:
+    """Of the form over two levels of a collective.
 
     Args:
-      plan: the op's plan rule for ranks of one node.
-      step: what it does for one node's data.
+      inside: whether the kernel takes the call by the ranks of a node. If it does not, `lax` takes
+        all of the call, for the same reason.
+      plan: of the call.
     """
 
-    def rule(arrays: Arrays, params: Any, machine: Machine, levels: Levels) -> Plan:
-        if (found := reference_inside(plan, arrays, params, machine, levels)) is not None:
-            return found
-        return plan_product(step(arrays, params, levels), params, levels)
+    def takes(call: Call, machine: Machine) -> Plan | WhyNot:
+        assert call.levels is not None
+        if call.levels.local == 1:
+            return WhyNot(f"{call.levels}: nothing of it runs inside a node")
+        found = inside(call.inside, machine)
+        return found if isinstance(found, WhyNot) else plan(call)
 
-    return rule
+    return over_nodes(takes)
+
+
+def forms_of_product(
+    product: _product_plan.Product,
+    step: StepRule,
+    *,
+    attributes: AttributesRule,
+    canonical: CanonicalRule,
+    two_level: Run,
+    decomposed: Run,
+) -> tuple[Form, ...]:
+    """The forms of a product: one kernel; over two levels, what `step` says for one node's data;
+    and decomposed."""
+
+    def takes(call: Call, machine: Machine) -> Plan | WhyNot:
+        assert call.levels is not None
+        if why := product.reference(call, machine):
+            return why
+        return plan_product(step(call.arrays, call.params, call.levels), call.params, call.levels)
+
+    return (
+        forms.kernel(product.kernel, attributes, canonical=canonical),
+        Form(over_nodes(takes), two_level),
+        Form(product.decomposed, decomposed),
+    )

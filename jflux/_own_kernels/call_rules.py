@@ -13,8 +13,8 @@ from jax.interpreters import ad
 
 from .. import _native
 from .._call import plans
+from .._call.forms import ShapeDtype, WhyNot
 from .._call.plans import Plan
-from .._call.primitives import ShapeDtype
 from .._ranks import meshes
 from . import compiling
 
@@ -73,10 +73,12 @@ def signature_of(arrays: Sequence[Any], results: Sequence[ShapeDtype], *fields: 
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
-def plan(reason: str, world: int, data_bytes: int, num_signals: int) -> Plan:
+def plan(reason: str, world: int, data_bytes: int, num_signals: int) -> Plan | WhyNot:
     """Of a call that has a kernel."""
     if world > _native.MAX_RANKS:
-        return plans.unsupported(f"{world} ranks, jflux has heaps for up to {_native.MAX_RANKS}")
+        return WhyNot(
+            f"{world} ranks, jflux has heaps for up to {_native.MAX_RANKS}", unsupported=True
+        )
     total = _native.lib.custom_workspace_bytes(data_bytes, num_signals)
     return plans.fused(reason, {"workspace_bytes": total})
 

@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _config, _heap, _native
-from .._call import ffi_targets, plans, primitives
+from .._call import ffi_targets, forms
+from .._call.forms import Call, Op, WhyNot
 from .._call.plans import Arrays, Machine, Plan
+from .._call.primitives import make_primitive
 from .._ops.products import _product
 from .._ranks import meshes
 from .._ranks.meshes import AxisName
@@ -285,13 +287,16 @@ def _run_reference(*arrays: Any, params: Params) -> list[Any]:
     return call_rules.checked_results(_title(params), got, params.results)
 
 
-def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
+def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
+    params = call.params
     target = _targets.get(params.name)
     if params.source is not None:
         if not machine.on_gpus:
-            return plans.reference("its source is for GPUs")
+            return WhyNot("its source is for GPUs")
     elif target is None or machine.platform not in target.handlers:
-        return plans.unsupported(f"no handler was registered for platform {machine.platform!r}")
+        return WhyNot(
+            f"no handler was registered for platform {machine.platform!r}", unsupported=True
+        )
     reason = "a handler was registered" if params.source is None else "NVRTC compiles its source"
     return call_rules.plan(reason, params.world, params.data_bytes, params.num_signals)
 
@@ -360,17 +365,13 @@ def _register_target(params: Params, platform: str) -> None:
         _register(params.name, platform)
 
 
-_primitive = primitives.make_primitive(
-    primitives.Rules(
-        name="custom_call",
-        result_shapes=_results,
-        reference=lambda arrays, params: _run_reference(*arrays, params=params),
-        plan=_plan,
-        register=_register_target,
-        attributes=_attributes,
-        batch=_product.bind_one_by_one,
-        target=_target,
-        title=_title,
-    )
+_op = Op(
+    name="custom_call",
+    result_shapes=_results,
+    reference=lambda arrays, params: _run_reference(*arrays, params=params),
+    forms=(forms.kernel(_takes, _attributes, target=_target, register=_register_target),),
+    batch=_product.bind_one_by_one,
+    title=_title,
 )
+_primitive = make_primitive(_op)
 call_rules.refuse_derivatives(_primitive, _title)

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _config
-from .._call import plans, primitives
+from .._call import forms
+from .._call.forms import Call, Op, WhyNot
 from .._call.plans import Arrays, Machine, Plan
+from .._call.primitives import make_primitive
 from .._ops.products import _product
 from .._ranks import meshes
 from .._ranks.meshes import AxisName
@@ -238,13 +240,14 @@ def _run_reference(*arrays: Any, params: Params) -> list[Any]:
     return call_rules.checked_results(_title(params), got, params.results)
 
 
-def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
+def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
+    params = call.params
     if not machine.on_gpus:
-        return plans.reference("Triton kernels run on GPUs")
+        return WhyNot("Triton kernels run on GPUs")
     if params.world == 1:
-        return plans.reference("each group has one rank")
+        return WhyNot("each group has one rank")
     if why := compiling.why_no_triton():
-        return plans.unsupported(why)
+        return WhyNot(why, unsupported=True)
     return call_rules.plan(
         "Triton compiles the kernel", params.world, data_bytes(params.buffers), params.num_signals
     )
@@ -283,16 +286,13 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     }
 
 
-_primitive = primitives.make_primitive(
-    primitives.Rules(
-        name="symm_call",
-        result_shapes=_results,
-        reference=lambda arrays, params: _run_reference(*arrays, params=params),
-        plan=_plan,
-        attributes=_attributes,
-        batch=_product.bind_one_by_one,
-        target=lambda params: compiling.TARGET,
-        title=_title,
-    )
+_op = Op(
+    name="symm_call",
+    result_shapes=_results,
+    reference=lambda arrays, params: _run_reference(*arrays, params=params),
+    forms=(forms.kernel(_takes, _attributes, target=lambda params: compiling.TARGET),),
+    batch=_product.bind_one_by_one,
+    title=_title,
 )
+_primitive = make_primitive(_op)
 call_rules.refuse_derivatives(_primitive, _title)

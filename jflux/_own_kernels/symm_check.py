@@ -18,7 +18,7 @@ from .._call.plans import Arrays
 from .._ranks import meshes
 from . import compiling
 from .buffer_layout import Buffer, Workspace, data_bytes
-from .symm_call import Params, _plan, _primitive, compile_call
+from .symm_call import Params, _op, _primitive, compile_call
 
 _POISON = 0xFF  # what testing.poison_workspaces fills data with
 _HELLOS = 8  # words before signal 0
@@ -160,7 +160,7 @@ class _Check:
     def _is_fused(self, params: Params) -> bool:
         platform = self.mesh.devices.flat[0].platform
         machine = plans.machine_of("cuda" if platform == "gpu" else platform, self.mesh)
-        return _config.config.fused and _plan([], params, machine).path == plans.Path.FUSED
+        return _config.config.fused and _op.plan([], params, machine).path == plans.Path.FUSED
 
     def _inputs(self, *lead: int) -> list[Any]:
         return [jnp.asarray(self.draw(self.rng, self._struct(a, lead))) for a in self.args]

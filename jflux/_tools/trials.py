@@ -108,7 +108,7 @@ def loop(
         x, w, y = carry
         # x varies with y: no call can be left out or moved. A w that is padded does so too, or XLA
         # would pad it once for all calls.
-        is_padded = any(size % _native.UNIT for size in w.shape)
+        is_padded = any(size * w.dtype.itemsize % _native.VECTOR_BYTES for size in w.shape)
         x, w = linked(x, y), linked(w, y) if is_padded else w
         return x, w, op(x, w)
 

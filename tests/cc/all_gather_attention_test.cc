@@ -5,6 +5,7 @@
 #include <set>
 
 #include "all_gather_attention_call.h"
+#include "expect_right.h"
 #include "plans.h"
 #include "rank_errors.h"
 #include "testing.h"
@@ -30,38 +31,18 @@ const AttentionCase kCases[] = {
     With({0, 1, 140, 150, 1, 1, 16, -kAny, kNoFurther}, Placed::kAnyhow, DType::kF32),
 };
 
-void Check(int world, uint64_t first_epoch, int calls_each, int max_delay_us) {
+void Check(int world, const RunOptions& options) {
   uint32_t seed = 100 * world;
   for (AttentionCase c : kCases) {
     c.world = world;
     c.positions_by_batch = ++seed % 2 == 0, c.wide = seed % 3 == 0;
-    std::vector<std::unique_ptr<Call>> calls;
-    for (int i = 0; i < calls_each; ++i) {
-      calls.push_back(std::make_unique<AllGatherAttentionCall>(c, 5 + seed % 4, seed * 16 + i));
-    }
-    PlainHeap heap(world, calls[0]->Workspace(), first_epoch);
-    RunOptions options;
-    options.first_epoch = first_epoch;
-    options.max_delay_us = max_delay_us;
-    options.seed = seed;
-    const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-    EXPECT(error.empty()) << error;
-    for (const auto& call : calls) {
-      EXPECT_EQ(call->Wrong(), 0) << "world " << world << " keys " << c.keys << " call "
-                                  << &call - &calls[0];
-    }
+    ExpectRight(world, options, seed, [&](uint32_t call_seed) {
+      return std::make_unique<AllGatherAttentionCall>(c, 5 + seed % 4, call_seed);
+    });
   }
 }
 
-TEST(EqualsItsDefinition) {
-  for (int world = 1; world <= kMaxRanks; ++world) Check(world, 1, 4, 300);
-}
-
-TEST(WithoutDelays) {
-  for (int world : {2, 4, 7}) Check(world, 1, 6, 0);
-}
-
-TEST(AcrossTheWrapOfEpochs) { Check(3, 0xfffffffd, 6, 100); }
+TEST(EqualsItsDefinition) { OnEverySchedule(Check); }
 
 AllGatherAttentionCall Small(int64_t keys, int64_t width) {
   return AllGatherAttentionCall(

@@ -3,6 +3,7 @@
 #include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul.h"
 
 #include "all_gather_grouped_matmul_call.h"
+#include "expect_right.h"
 #include "plans.h"
 #include "rank_errors.h"
 #include "testing.h"
@@ -29,7 +30,7 @@ const struct {
                {DType::kBF16, DType::kBF16},
                {DType::kF16, DType::kF32}};
 
-void Check(int world, uint64_t first_epoch, int calls_each, int max_delay_us) {
+void Check(int world, const RunOptions& options) {
   uint32_t seed = 100 * world;
   for (const Shape& s : kShapes) {
     for (const auto& dtypes : kDtypes) {
@@ -40,36 +41,15 @@ void Check(int world, uint64_t first_epoch, int calls_each, int max_delay_us) {
       p.product.gated = seed % 3 == 0;
       p.product.activation = seed % 3 == 2 ? Activation::kNone : Activation::kRelu;
       p.product.sums = seed % 5 < 2;
-      std::vector<std::unique_ptr<Call>> calls;
-      for (int i = 0; i < calls_each; ++i) {
-        calls.push_back(std::make_unique<AllGatherGroupedMatmulCall>(
-            p, s.chunk_bytes, static_cast<Routed>(i % 4), seed * 16 + i, /*own=*/seed % 2 == 1));
-      }
-      PlainHeap heap(world, calls[0]->Workspace(), first_epoch);
-      RunOptions options;
-      options.first_epoch = first_epoch;
-      options.max_delay_us = max_delay_us;
-      options.seed = seed;
-      const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-      EXPECT(error.empty()) << error;
-      for (const auto& call : calls) {
-        EXPECT_EQ(call->Wrong(), 0)
-            << "world " << world << " tokens " << s.tokens << " parts " << p.parts << " dtype "
-            << dtypes.in << " call " << &call - &calls[0];
-      }
+      ExpectRight(world, options, seed, [&](uint32_t call_seed) {
+        return std::make_unique<AllGatherGroupedMatmulCall>(
+            p, s.chunk_bytes, static_cast<Routed>(call_seed % 4), call_seed, /*own=*/seed % 2 == 1);
+      });
     }
   }
 }
 
-TEST(EqualsItsDefinition) {
-  for (int world = 1; world <= kMaxRanks; ++world) Check(world, 1, 4, 300);
-}
-
-TEST(WithoutDelays) {
-  for (int world : {2, 4, 7}) Check(world, 1, 6, 0);
-}
-
-TEST(AcrossTheWrapOfEpochs) { Check(3, 0xfffffffd, 6, 100); }
+TEST(EqualsItsDefinition) { OnEverySchedule(Check); }
 
 AllGatherGroupedMatmulCall Small(int64_t tokens, int64_t k) {
   return AllGatherGroupedMatmulCall(

@@ -3,6 +3,7 @@
 #include "ops/all_gather_matmul/all_gather_matmul.h"
 
 #include "all_gather_matmul_call.h"
+#include "expect_right.h"
 #include "plans.h"
 #include "rank_errors.h"
 #include "testing.h"
@@ -23,49 +24,23 @@ const Shape kShapes[] = {
     {2, 16, 12, 33, {256, 32, 16}},  //
     {4, 3, 16, 17, {72, 32, 8}},     //
 };
-const struct {
-  DType in, out;
-} kDtypes[] = {{DType::kF32, DType::kF32},   {DType::kF64, DType::kF64},
-               {DType::kBF16, DType::kBF16}, {DType::kBF16, DType::kF32},
-               {DType::kF16, DType::kF16},   {DType::kF32, DType::kBF16}};
 
-void Check(int world, uint64_t first_epoch, int calls_each, int max_delay_us) {
+void Check(int world, const RunOptions& options) {
   uint32_t seed = 100 * world;
   for (const Shape& s : kShapes) {
-    for (const auto& dtypes : kDtypes) {
+    for (const auto& [in, out] : kProductTypes) {
       ++seed;
       const bool transposed = seed % 2, gathered = seed % 3 != 0;
       const AllGatherMatmulParams p{
-          Rows{world, s.outer, s.inner}, s.k, s.n, dtypes.in, dtypes.out, transposed, gathered};
-      std::vector<std::unique_ptr<Call>> calls;
-      for (int i = 0; i < calls_each; ++i) {
-        calls.push_back(std::make_unique<AllGatherMatmulCall>(p, s.tiling, seed * 16 + i));
-      }
-      PlainHeap heap(world, calls[0]->Workspace(), first_epoch);
-      RunOptions options;
-      options.first_epoch = first_epoch;
-      options.max_delay_us = max_delay_us;
-      options.seed = seed;
-      const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-      EXPECT(error.empty()) << error;
-      for (const auto& call : calls) {
-        EXPECT_EQ(call->Wrong(), 0)
-            << "world " << world << " outer " << s.outer << " inner " << s.inner << " tile_m "
-            << s.tiling.tile_m << " dtype " << dtypes.in << " call " << &call - &calls[0];
-      }
+          Rows{world, s.outer, s.inner}, s.k, s.n, in, out, transposed, gathered};
+      ExpectRight(world, options, seed, [&](uint32_t call_seed) {
+        return std::make_unique<AllGatherMatmulCall>(p, s.tiling, call_seed);
+      });
     }
   }
 }
 
-TEST(EqualsItsDefinition) {
-  for (int world = 1; world <= kMaxRanks; ++world) Check(world, 1, 4, 300);
-}
-
-TEST(WithoutDelays) {
-  for (int world : {2, 4, 7}) Check(world, 1, 6, 0);
-}
-
-TEST(AcrossTheWrapOfEpochs) { Check(3, 0xfffffffd, 6, 100); }
+TEST(EqualsItsDefinition) { OnEverySchedule(Check); }
 
 AllGatherMatmulParams Small(int64_t inner, int64_t k) {
   return {Rows{3, 1, inner}, k, 8, DType::kF32, DType::kF32, false, false};

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "all_reduce_call.h"
+#include "expect_right.h"
 #include "ops/all_reduce/all_reduce_body.h"
 #include "ops/all_reduce/butterfly_body.h"
 #include "plans.h"
@@ -32,43 +33,24 @@ PlainHeap HeapFor(const AllReduceParams& p, uint64_t first_epoch = 1) {
   return PlainHeap(p.world, p.Workspace(), first_epoch);
 }
 
-void Check(int world, uint64_t first_epoch, int calls_each, int max_delay_us) {
-  uint32_t seed = 100 * world;
+void Check(int world, RunOptions options) {
+  options.seed = 100 * world;
   for (AllReduceAlgorithm algorithm : kAlgorithms) {
     for (int64_t count : kCounts) {
       for (DType dtype : kDtypes) {
-        ++seed;
+        const uint32_t seed = ++options.seed;
         const AllReduceParams p{world, count, dtype, algorithm, /*residual=*/seed % 2 == 0};
         std::vector<std::unique_ptr<AllReduceCall>> calls;
-        for (int i = 0; i < calls_each; ++i) {
+        for (uint32_t i = 0; i < 5; ++i) {
           calls.push_back(std::make_unique<AllReduceCall>(p, seed * 16 + i));
         }
-        PlainHeap heap = HeapFor(p, first_epoch);
-        RunOptions options;
-        options.first_epoch = first_epoch;
-        options.max_delay_us = max_delay_us;
-        options.seed = seed;
-        const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-        EXPECT(error.empty()) << error;
-        for (const auto& call : calls) {
-          EXPECT_EQ(call->Wrong(), 0)
-              << "world " << world << " count " << count << " algorithm "
-              << static_cast<int>(algorithm) << " dtype " << dtype << " call " << &call - &calls[0];
-        }
+        ExpectRight(calls, HeapFor(p, options.first_epoch), options);
       }
     }
   }
 }
 
-TEST(EqualsItsDefinition) {
-  for (int world = 1; world <= kMaxRanks; ++world) Check(world, 1, 4, 200);
-}
-
-TEST(WithoutDelays) {
-  for (int world : {2, 4, 7}) Check(world, 1, 6, 0);
-}
-
-TEST(AcrossTheWrapOfEpochs) { Check(3, 0xfffffffd, 6, 100); }
+TEST(EqualsItsDefinition) { OnEverySchedule(Check); }
 
 // Epoch 0 is the flag of fresh memory. No rank may take fresh memory for data.
 TEST(AcrossTheWrapOnFreshMemory) {
@@ -78,15 +60,13 @@ TEST(AcrossTheWrapOnFreshMemory) {
       calls.push_back(std::make_unique<AllReduceCall>(
           AllReduceParams{3, count, DType::kF32, algorithm}, static_cast<uint32_t>(count)));
     }
-    PlainHeap heap(3, PacketLayout{PacketLayout::kMinHalfBytes}, /*first_epoch=*/1,
-                   /*poison=*/false);
+    const PlainHeap heap(3, PacketLayout{PacketLayout::kMinHalfBytes}, /*first_epoch=*/1,
+                         /*poison=*/false);
     RunOptions options;
     options.first_epoch = 0xfffffffe;
     options.poison = false;
     options.max_delay_us = 2000;
-    const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-    EXPECT(error.empty()) << error;
-    for (const auto& call : calls) EXPECT_EQ(call->Wrong(), 0) << "call " << &call - &calls[0];
+    ExpectRight(calls, heap, options);
   }
 }
 
@@ -102,13 +82,11 @@ TEST(CallsShareAWorkspace) {
       EXPECT(p.Workspace().half_bytes == PacketLayout::kMinHalfBytes);
       calls.push_back(std::make_unique<AllReduceCall>(p, 1000 * world + i));
     }
-    PlainHeap heap(world, PacketLayout{PacketLayout::kMinHalfBytes});
+    const PlainHeap heap(world, PacketLayout{PacketLayout::kMinHalfBytes});
     RunOptions options;
     options.poison = false;
     options.max_delay_us = 100;
-    const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-    EXPECT(error.empty()) << error;
-    for (const auto& call : calls) EXPECT_EQ(call->Wrong(), 0) << "call " << &call - &calls[0];
+    ExpectRight(calls, heap, options);
   }
 }
 
@@ -173,16 +151,11 @@ TEST(ThreadsShareARanksPart) {
           calls.push_back(
               std::make_unique<SharedCall>(p, places, running, static_cast<uint32_t>(count)));
         }
-        PlainHeap heap = HeapFor(AllReduceParams{world, most, DType::kF32, algorithm});
+        const PlainHeap heap = HeapFor(AllReduceParams{world, most, DType::kF32, algorithm});
         RunOptions options;
         options.max_delay_us = 200;
         options.deadline_s = 20;
-        const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-        EXPECT(error.empty()) << error;
-        for (const auto& call : calls) {
-          EXPECT_EQ(call->Wrong(), 0)
-              << "world " << world << " running " << running << " call " << &call - &calls[0];
-        }
+        ExpectRight(calls, heap, options);
       }
     }
   }
@@ -206,16 +179,10 @@ TEST(RowsAreNormalised) {
           calls.push_back(std::make_unique<NormCall>(p, wide, random() % 2 == 0, random() % 1000));
           EXPECT_EQ(p.Workspace().half_bytes, PacketLayout::kMinHalfBytes);
         }
-        PlainHeap heap(world, PacketLayout{PacketLayout::kMinHalfBytes});
+        const PlainHeap heap(world, PacketLayout{PacketLayout::kMinHalfBytes});
         RunOptions options;
         options.max_delay_us = 100;
-        const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-        EXPECT(error.empty()) << error;
-        for (const auto& call : calls) {
-          EXPECT_EQ(call->Wrong(), 0)
-              << "world " << world << " algorithm " << static_cast<int>(algorithm) << " dtype "
-              << dtype << " call " << &call - &calls[0];
-        }
+        ExpectRight(calls, heap, options);
       }
     }
   }

@@ -4,12 +4,10 @@
 
 #include <algorithm>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "ops/all_to_all_matmul/all_to_all_matmul.h"
 #include "ranks.h"
-#include "testing.h"
 
 namespace jflux {
 
@@ -98,17 +96,6 @@ inline AllToAllMatmulParams ParamsOf(const Rows& rows, int64_t k, int64_t n, DTy
           /*split_rows=*/(way & 1) != 0,
           /*concat_rows=*/(way & 2) != 0,
           gathered};
-}
-
-// Runs the calls on all ranks, and expects the results of the definition.
-inline void RunAndCheck(const std::vector<std::unique_ptr<Call>>& calls, int world,
-                        const RunOptions& options, const std::string& what) {
-  PlainHeap heap(world, calls[0]->Workspace(), options.first_epoch);
-  const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-  EXPECT(error.empty()) << what << ": " << error;
-  for (size_t i = 0; i < calls.size(); ++i) {
-    EXPECT_EQ(calls[i]->Wrong(), 0) << what << " call " << i;
-  }
 }
 
 inline const bool kRandomAllToAllMatmul =

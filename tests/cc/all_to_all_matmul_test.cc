@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "all_to_all_matmul_call.h"
+#include "expect_right.h"
 #include "plans.h"
 #include "rank_errors.h"
 #include "testing.h"
@@ -26,46 +27,24 @@ const Shape kShapes[] = {
     {3, 7, 4, 5, {50, 8, 4}},        // outer > 1: a tile has rows of several outer indices
     {2, 16, 5, 17, {64, 32, 16}},
 };
-const struct {
-  DType in, out;
-} kDtypes[] = {{DType::kF32, DType::kF32},   {DType::kF64, DType::kF64},
-               {DType::kBF16, DType::kBF16}, {DType::kBF16, DType::kF32},
-               {DType::kF16, DType::kF16},   {DType::kF32, DType::kBF16}};
 
-void Check(int world, uint64_t first_epoch, int calls_each, int max_delay_us) {
+void Check(int world, const RunOptions& options) {
   uint32_t seed = 100 * world;
   for (const Shape& s : kShapes) {
-    for (const auto& dtypes : kDtypes) {
+    for (const auto& [in, out] : kProductTypes) {
       for (int way = 0; way < 4; ++way) {
         ++seed;
-        const auto p = ParamsOf(Rows{world, s.outer, s.inner}, s.k, s.n, dtypes.in, dtypes.out, way,
+        const auto p = ParamsOf(Rows{world, s.outer, s.inner}, s.k, s.n, in, out, way,
                                 seed % 3 == 0, seed % 2 == 0);
-        std::vector<std::unique_ptr<Call>> calls;
-        for (int i = 0; i < calls_each; ++i) {
-          calls.push_back(std::make_unique<AllToAllMatmulCall>(p, s.tiling, seed * 16 + i));
-        }
-        RunOptions options;
-        options.first_epoch = first_epoch;
-        options.max_delay_us = max_delay_us;
-        options.seed = seed;
-        RunAndCheck(calls, world, options,
-                    "world " + std::to_string(world) + " shape " + std::to_string(&s - kShapes) +
-                        " dtypes " + std::to_string(&dtypes - kDtypes) + " way " +
-                        std::to_string(way));
+        ExpectRight(world, options, seed, [&](uint32_t call_seed) {
+          return std::make_unique<AllToAllMatmulCall>(p, s.tiling, call_seed);
+        });
       }
     }
   }
 }
 
-TEST(EqualsItsDefinition) {
-  for (int world = 1; world <= kMaxRanks; ++world) Check(world, 1, 3, 200);
-}
-
-TEST(WithoutDelays) {
-  for (int world : {2, 4, 7}) Check(world, 1, 5, 0);
-}
-
-TEST(AcrossTheWrapOfEpochs) { Check(3, 0xfffffffd, 6, 100); }
+TEST(EqualsItsDefinition) { OnEverySchedule(Check); }
 
 AllToAllMatmulParams Small(const Rows& rows) {
   return ParamsOf(rows, 8, 8, DType::kF32, DType::kF32, /*way=*/1, false, false);
@@ -86,17 +65,18 @@ constexpr Machine kH200{132};
 // The configuration with the fewest waves of tiles, counting partial tiles.
 TEST(ShardsThatAreNoWholeTilesCost) {
   // After attention: a rank's rows times all of w.
-  EXPECT_EQ(ChooseAllToAllMatmul(2, 4096, 6144, 12288, false, kH200).tile_n, 256);
-  EXPECT_EQ(ChooseAllToAllMatmul(2, 4096, 6144, 12288, false, kH200).cluster_m, 2);
+  EXPECT_EQ(ChooseAllToAllMatmul(2, 4096, 6144, 12288, DType::kBF16, false, kH200).tile_n, 256);
+  EXPECT_EQ(ChooseAllToAllMatmul(2, 4096, 6144, 12288, DType::kBF16, false, kH200).cluster_m, 2);
   // Concatenated rows: full tiles of each shard.
-  EXPECT_EQ(ChooseAllToAllMatmul(4, 128, 8192, 3072, true, kH200).cluster_m, 1);
+  EXPECT_EQ(ChooseAllToAllMatmul(4, 128, 8192, 3072, DType::kBF16, true, kH200).cluster_m, 1);
   for (bool concat_rows : {false, true}) {
     for (int world : {1, 2, 3, 4, 8}) {
       for (int64_t rows : {1, 128, 300, 2048, 8192}) {
         for (int64_t n : {8, 128, 1000, 2048, 4096}) {
           for (double gbps : {0.0, 80.0}) {
             const Machine machine{132, gbps};
-            EXPECT(IsPossible(ChooseAllToAllMatmul(world, rows, 1024, n, concat_rows, machine)))
+            EXPECT(IsPossible(
+                ChooseAllToAllMatmul(world, rows, 1024, n, DType::kBF16, concat_rows, machine)))
                 << world << " " << rows << " " << n;
           }
         }
@@ -119,7 +99,7 @@ TEST(RasterGroupsFitTheLinks) {
 
 // Not seven tile rows of eight in the first one.
 TEST(RasterGroupsHaveOneSize) {
-  EXPECT_EQ(ChooseAllToAllMatmul(4, 2048, 3072, 12288, false, kH200).group_m, 4);
+  EXPECT_EQ(ChooseAllToAllMatmul(4, 2048, 3072, 12288, DType::kBF16, false, kH200).group_m, 4);
   for (int64_t tiles = 1; tiles <= 40; ++tiles) {
     const int64_t group = TermGroups({256, 2, 16}, 4, 256 * tiles, kH200).group_m;
     EXPECT(group <= 5 && group * CeilDiv(tiles, group) - tiles < CeilDiv(tiles, group)) << tiles;

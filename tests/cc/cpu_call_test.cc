@@ -624,7 +624,7 @@ TEST(AFailedBodyFailsItsRankOnly) {
   auto errors = completions.Wait();
   std::sort(errors.begin(), errors.end());
   EXPECT(errors[0].empty());
-  EXPECT(errors[1].find("rank 1 waited 0.2 s for rank 0 (unit 3") != std::string::npos)
+  EXPECT(errors[1].find("rank 1 waited 0.2 s for rank 0 (item 3") != std::string::npos)
       << errors[1];
   EXPECT_EQ(CurrentHeapCpu()->table()->BytesInUse(), 0);  // both ranks are done with it
 }

@@ -33,6 +33,7 @@ class DecodeMergeCall : public AnyCall {
     }
   }
 
+  PacketLayout Workspace() const { return p_.Workspace(); }
   bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
     ctx.op = static_cast<uint32_t>(kDecodeMergeId);
     return DecodeMergeCpu(p_, ArraysOf(view.rank), view, epoch, ctx);

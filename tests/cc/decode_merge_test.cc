@@ -2,6 +2,7 @@
 #include "ops/decode_merge/decode_merge.h"
 
 #include "decode_merge_call.h"
+#include "expect_right.h"
 #include "plans.h"
 #include "rank_errors.h"
 #include "testing.h"
@@ -10,38 +11,18 @@ namespace jflux {
 namespace {
 
 void Check(int world, const RunOptions& options) {
+  uint32_t seed = 100 * world;
   for (int64_t rows : {1, 7, 40}) {
     for (int64_t width : {1, 2, 5, 64}) {
       const DecodeMergeParams p{world, rows, width};
-      std::vector<std::unique_ptr<DecodeMergeCall>> calls;
-      for (uint32_t seed : {1, 2, 3}) {
-        calls.push_back(std::make_unique<DecodeMergeCall>(p, 10 * world + seed));
-      }
-      PlainHeap heap(world, p.Workspace(), options.first_epoch);
-      const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-      EXPECT(error.empty()) << error;
-      for (const auto& call : calls) {
-        EXPECT_EQ(call->Wrong(), 0) << "world " << world << " rows " << rows << " width " << width;
-      }
+      ExpectRight(world, options, ++seed, [&](uint32_t call_seed) {
+        return std::make_unique<DecodeMergeCall>(p, call_seed);
+      });
     }
   }
 }
 
-TEST(EqualsItsDefinition) {
-  for (int world = 1; world <= kMaxRanks; ++world) Check(world, RunOptions{});
-}
-
-TEST(WithLateRanks) {
-  RunOptions options;
-  options.max_delay_us = 200;
-  for (int world : {2, 3, 5}) Check(world, options);
-}
-
-TEST(AcrossTheWrapOfEpochs) {
-  RunOptions options;
-  options.first_epoch = 0xffffff80;
-  Check(3, options);
-}
+TEST(EqualsItsDefinition) { OnEverySchedule(Check); }
 
 TEST(ANaNShows) {
   const DecodeMergeParams p{2, 1, 2};

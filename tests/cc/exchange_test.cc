@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "exchange_call.h"
+#include "expect_right.h"
 #include "ops/exchange/exchange_body.h"
 #include "plans.h"
 #include "rank_errors.h"
@@ -34,16 +35,6 @@ PlainHeap HeapFor(const ExchangeParams& p, uint64_t first_epoch = 1) {
   return PlainHeap(p.world, p.Workspace(), first_epoch);
 }
 
-template <typename C>
-void RunAndCheck(const std::vector<std::unique_ptr<C>>& calls, PlainHeap& heap,
-                 const RunOptions& options) {
-  const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-  EXPECT(error.empty()) << error;
-  for (const auto& call : calls) {
-    EXPECT_EQ(call->Wrong(), 0) << "world " << heap.world() << " call " << &call - &calls[0];
-  }
-}
-
 void Check(int world, const RunOptions& options) {
   for (bool chunked : {false, true}) {
     std::vector<std::unique_ptr<ExchangeCall>> calls;
@@ -63,26 +54,11 @@ void Check(int world, const RunOptions& options) {
         }
       }
     }
-    PlainHeap heap = HeapFor(smallest, options.first_epoch);
-    RunAndCheck(calls, heap, options);
+    ExpectRight(calls, HeapFor(smallest, options.first_epoch), options);
   }
 }
 
-TEST(EqualTheirDefinition) {
-  for (int world = 1; world <= kMaxRanks; ++world) Check(world, RunOptions{});
-}
-
-TEST(WithLateRanks) {
-  RunOptions options;
-  options.max_delay_us = 200;
-  for (int world : {2, 3, 5}) Check(world, options);
-}
-
-TEST(AcrossTheWrapOfEpochs) {
-  RunOptions options;
-  options.first_epoch = 0xffffff80;
-  Check(3, options);
-}
+TEST(EqualTheirDefinition) { OnEverySchedule(Check); }
 
 // Several chunks, the last one partial. Rows that are multiples of 16 bytes, of 8, and of neither.
 TEST(LongShards) {
@@ -96,8 +72,7 @@ TEST(LongShards) {
               EXPECT(p.Slots().Chunks() > 5);
               std::vector<std::unique_ptr<ExchangeCall>> calls;
               for (uint32_t i : {1, 2, 3}) calls.push_back(std::make_unique<ExchangeCall>(p, i));
-              PlainHeap heap = HeapFor(p);
-              RunAndCheck(calls, heap, RunOptions{});
+              ExpectRight(calls, HeapFor(p));
             }
           }
         }
@@ -146,8 +121,7 @@ TEST(ThreadsShareARanksPart) {
           RunOptions options;
           options.max_delay_us = 200;
           options.deadline_s = 20;
-          PlainHeap heap = HeapFor(p);
-          RunAndCheck(calls, heap, options);
+          ExpectRight(calls, HeapFor(p), options);
         }
       }
     }

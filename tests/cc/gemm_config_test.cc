@@ -76,7 +76,8 @@ TEST(WhatIsChosenWasAboutTheFastest) {
     const auto choose = call.op == Measured::kReduce    ? ChooseAllReduce
                         : call.op == Measured::kScatter ? ChooseReduceScatter
                                                         : ChooseAllGather;
-    const GemmChoice c = choose(2, call.m / 2, call.n, call.k, kH200, /*transpose_rhs=*/false);
+    const GemmChoice c =
+        choose(2, call.m / 2, call.n, call.k, DType::kBF16, kH200, /*transpose_rhs=*/false);
     int best = call.us[0], chosen = 0;
     for (int i = 0; i < 5; ++i) {
       constexpr int kColumns[] = {256, 224, 192, 160, 128};
@@ -119,7 +120,7 @@ constexpr MeasuredRows kMeasuredRows[] = {
 
 TEST(WhatIsChosenForRowsThatAreNoWholeLinesWasAboutTheFastest) {
   for (const MeasuredRows& call : kMeasuredRows) {
-    const GemmChoice c = ChooseReduceScatter(2, call.m / 2, call.n, call.k, kH200);
+    const GemmChoice c = ChooseReduceScatter(2, call.m / 2, call.n, call.k, DType::kBF16, kH200);
     int best = call.us[0], chosen = 0;
     for (int i = 0; i < 6; ++i) {
       constexpr GemmChoice kTiles[] = {{256, 2, 4}, {224, 2, 4}, {192, 2, 4},
@@ -135,71 +136,72 @@ TEST(WhatIsChosenForRowsThatAreNoWholeLinesWasAboutTheFastest) {
 
 TEST(OperandsOfWholeLinesCostNoMore) {
   for (const GemmChoice& c : kCompiled) {
-    EXPECT_EQ(LoadFactor(c, Loading(kGatherCosts, 5504, 4096, false)), 1);
-    EXPECT(LoadFactor(c, Loading(kGatherCosts, 5512, 4104, false)) > 1) << c.tile_n;
-    EXPECT(LoadFactor(c, Loading(kGatherCosts, 5512, 4104, false)) >=
-           LoadFactor(c, Loading(kGatherCosts, 5520, 4104, false)))
+    EXPECT_EQ(LoadFactor(c, Loading(kGatherCosts, 2 * 5504, 2 * 4096, false)), 1);
+    EXPECT(LoadFactor(c, Loading(kGatherCosts, 2 * 5512, 2 * 4104, false)) > 1) << c.tile_n;
+    EXPECT(LoadFactor(c, Loading(kGatherCosts, 2 * 5512, 2 * 4104, false)) >=
+           LoadFactor(c, Loading(kGatherCosts, 2 * 5520, 2 * 4104, false)))
         << c.tile_n;
   }
-  EXPECT_EQ(RowLoad(8192), 1);
+  EXPECT_EQ(RowLoad(2 * 8192), 1);
   // A transposed w has rows of k.
-  EXPECT(ChooseReduceScatter(2, 4096, 4096, 5512, kH200, /*transpose_rhs=*/true) ==
-         ChooseReduceScatter(2, 4096, 4104, 5512, kH200));
+  EXPECT(ChooseReduceScatter(2, 4096, 4096, 5512, DType::kBF16, kH200, /*transpose_rhs=*/true) ==
+         ChooseReduceScatter(2, 4096, 4104, 5512, DType::kBF16, kH200));
 }
 
 // 666 x 5520 x 4104 on two ranks: 62 us in one wave of 256 columns, 73 with 192, 88 with 128.
 TEST(RowsThatAllWaitAreOneWaveOfWideTiles) {
-  EXPECT(ChooseAllGather(2, 333, 5520, 4104, kH200) == (GemmChoice{256, 2, 0}));
+  EXPECT(ChooseAllGather(2, 333, 5520, 4104, DType::kBF16, kH200) == (GemmChoice{256, 2, 0}));
 }
 
 // 8192 x 8192 x 2048 on one H200: 415 us with 256 columns, 387 with 192.
 TEST(ShortKTakesTilesThatAreFinishedBesideTheNext) {
-  EXPECT_EQ(ChooseGemm(1, 8192, 8192, 8192, kH200).tile_n, 256);
-  EXPECT_EQ(ChooseGemm(1, 8192, 8192, 2048, kH200).tile_n, 192);
+  EXPECT_EQ(ChooseGemm(1, 8192, 8192, 2 * 8192, kH200).tile_n, 256);
+  EXPECT_EQ(ChooseGemm(1, 8192, 8192, 2 * 2048, kH200).tile_n, 192);
 }
 
 TEST(FewerWavesWin) {
   // 224 tiles of 192 columns are 1.7 waves, 256 of 160 columns 1.94.
-  EXPECT(ChooseGemm(4, 512, 2560, 8192, kH200) == (GemmChoice{160, 2, 8}));
-  const GemmChoice best = ChooseGemm(2, 256, 6144, 8192, kH200);
+  EXPECT(ChooseGemm(4, 512, 2560, 2 * 8192, kH200) == (GemmChoice{160, 2, 8}));
+  const GemmChoice best = ChooseGemm(2, 256, 6144, 2 * 8192, kH200);
   for (const GemmChoice& c : kCompiled) {
-    EXPECT(EstimateCost(best, 512, 6144, 8192, kH200) <= EstimateCost(c, 512, 6144, 8192, kH200))
+    EXPECT(EstimateCost(best, 512, 6144, 2 * 8192, kH200) <=
+           EstimateCost(c, 512, 6144, 2 * 8192, kH200))
         << c.tile_n;
   }
 }
 
 TEST(SharedTilesAreNotWide) {
   for (int64_t rows : {498, 684, 1026, 1364, 2046}) {
-    EXPECT(ChooseReduceScatter(2, rows, 12288, 24576, kH200).tile_n < 256) << rows;
+    EXPECT(ChooseReduceScatter(2, rows, 12288, 24576, DType::kBF16, kH200).tile_n < 256) << rows;
   }
-  EXPECT_EQ(ChooseReduceScatter(2, 1024, 12288, 24576, kH200).tile_n, 256);
+  EXPECT_EQ(ChooseReduceScatter(2, 1024, 12288, 24576, DType::kBF16, kH200).tile_n, 256);
 }
 
 TEST(GatesTakeTilesOfTwoHalves) {
   for (int64_t m : {512, 2048, 8192}) {
     for (int64_t n : {2560, 11008, 28672}) {  // of both weights together
-      const GemmChoice c = ForGate(ChooseGemm(2, m / 2, n, 8192, kH200), m, n, 8192, kH200);
+      const GemmChoice c = ForGate(ChooseGemm(2, m / 2, n, 2 * 8192, kH200), m, n, 2 * 8192, kH200);
       const GemmChoice narrow{128, c.cluster_m, c.group_m}, wide{256, 2, c.group_m};
       EXPECT(c == narrow || c == wide) << c.tile_n;
       const GemmChoice other = c == wide ? narrow : wide;
       EXPECT(c.cluster_m == 1 ||
-             EstimateCost(c, m, n, 8192, kH200) <= EstimateCost(other, m, n, 8192, kH200))
+             EstimateCost(c, m, n, 2 * 8192, kH200) <= EstimateCost(other, m, n, 2 * 8192, kH200))
           << m << " x " << n;
     }
   }
-  EXPECT(ForGate({192, 1, 16}, 300, 1024, 8192, kH200) == (GemmChoice{128, 1, 16}));
-  EXPECT(ForGate({128, 1, 1, 4}, 64, 1024, 8192, kH200) == (GemmChoice{128, 1, 1}));
-  EXPECT(ForGate({256, 2, 4}, 8192, 28672, 8192, kH200) == (GemmChoice{256, 2, 4}));
+  EXPECT(ForGate({192, 1, 16}, 300, 1024, 2 * 8192, kH200) == (GemmChoice{128, 1, 16}));
+  EXPECT(ForGate({128, 1, 1, 4}, 64, 1024, 2 * 8192, kH200) == (GemmChoice{128, 1, 1}));
+  EXPECT(ForGate({256, 2, 4}, 8192, 28672, 2 * 8192, kH200) == (GemmChoice{256, 2, 4}));
 }
 
 TEST(AClustersRowsAreTwoRanksInOneRasterGroupOnly) {
   for (int64_t n : {512, 2560, 12288}) {
     // 250 rows are fewer than those of a cluster.
-    const GemmChoice c = ChooseGemm(8, 250, n, 8192, kH200);
+    const GemmChoice c = ChooseGemm(8, 250, n, 2 * 8192, kH200);
     EXPECT(!InOneRasterGroup(8, 250, kH200) && c.cluster_m == 1 && c.group_m > 0) << "n " << n;
   }
-  EXPECT_EQ(ChooseGemm(4, 128, 12288, 8192, kH200).group_m, 0);
-  EXPECT_EQ(ChooseGemm(4, 128, 12288, 8192, kH200).cluster_m, 2);
+  EXPECT_EQ(ChooseGemm(4, 128, 12288, 2 * 8192, kH200).group_m, 0);
+  EXPECT_EQ(ChooseGemm(4, 128, 12288, 2 * 8192, kH200).cluster_m, 2);
 }
 
 TEST(FewRowsAreOneRasterGroup) {
@@ -222,10 +224,10 @@ TEST(FewRowsAreOneRasterGroup) {
 }
 
 TEST(RasterGroupsOf1024RowsOrOneOfAll) {
-  EXPECT_EQ(ChooseGemm(2, 384, 24576, 8192, kH200).group_m, 0);
-  EXPECT(ChooseGemm(2, 512, 24576, 8192, kH200) == (GemmChoice{256, 2, 8}));
-  EXPECT(ChooseGemm(2, 1024, 24576, 8192, kH200) == (GemmChoice{256, 2, 8}));
-  EXPECT(ChooseGemm(2, 4096, 24576, 8192, kH200) == (GemmChoice{256, 2, 4}));
+  EXPECT_EQ(ChooseGemm(2, 384, 24576, 2 * 8192, kH200).group_m, 0);
+  EXPECT(ChooseGemm(2, 512, 24576, 2 * 8192, kH200) == (GemmChoice{256, 2, 8}));
+  EXPECT(ChooseGemm(2, 1024, 24576, 2 * 8192, kH200) == (GemmChoice{256, 2, 8}));
+  EXPECT(ChooseGemm(2, 4096, 24576, 2 * 8192, kH200) == (GemmChoice{256, 2, 4}));
 }
 
 // When a raster group of more than half a wave starts, its rows have arrived.
@@ -293,25 +295,25 @@ TEST(SlowLinksMakeRasterGroupsShorter) {
   }
   EXPECT(InOneRasterGroup(8, 128, kH200) && !InOneRasterGroup(8, 128, half) &&
          InOneRasterGroup(2, 384, half));
-  EXPECT_EQ(ChooseAllGather(8, 128, 24576, 12288, kH200).group_m, 0);
-  EXPECT(ChooseAllGather(8, 128, 24576, 12288, half).group_m > 0);
+  EXPECT_EQ(ChooseAllGather(8, 128, 24576, 12288, DType::kBF16, kH200).group_m, 0);
+  EXPECT(ChooseAllGather(8, 128, 24576, 12288, DType::kBF16, half).group_m > 0);
 }
 
 // All ops see the links: on slow ones more is exposed, so smaller tiles win sooner, and few rows
 // are sooner more than one raster group. 320 GB/s is what is assumed where nothing is known.
 TEST(EveryOpSeesTheLinks) {
   const Machine known{132, 320}, slow{132, 40};
-  EXPECT(ChooseReduceScatter(8, 128, 24576, 12288, slow).group_m > 0);
+  EXPECT(ChooseReduceScatter(8, 128, 24576, 12288, DType::kBF16, slow).group_m > 0);
   int differ[3] = {};
   for (int world : {2, 4, 8}) {
     for (int64_t rows : {128, 333, 512, 2048, 4096}) {
       for (int64_t n : {1000, 4096, 8192, 12288}) {
         for (int64_t k : {2048, 8192}) {
           const auto check = [&](auto choose, int i) {
-            const GemmChoice c = choose(world, rows, n, k, kH200, false);
-            EXPECT(c == choose(world, rows, n, k, known, false))
+            const GemmChoice c = choose(world, rows, n, k, DType::kBF16, kH200, false);
+            EXPECT(c == choose(world, rows, n, k, DType::kBF16, known, false))
                 << world << " " << rows << " " << n;
-            const GemmChoice on_slow = choose(world, rows, n, k, slow, false);
+            const GemmChoice on_slow = choose(world, rows, n, k, DType::kBF16, slow, false);
             EXPECT(IsPossible(on_slow) && on_slow.tile_n <= 256);
             differ[i] += !(on_slow == c);
           };
@@ -328,38 +330,41 @@ TEST(EveryOpSeesTheLinks) {
 TEST(OpsChooseAsTheirPartsDo) {
   const int64_t n = 12288, k = 12288;
   for (int64_t rows : {64, 512, 2048}) {
-    const GemmChoice c = ChooseGemm(4, rows, n, k, kH200);
-    EXPECT(ChooseReduceScatter(4, rows, n, k, kH200) ==
-           ChooseGemm(4, rows, n, k, kH200, kScatterCosts));
-    EXPECT(ChooseAllGather(4, rows, n, k, kH200) == GatherGroups(c, 4, rows, n, kH200));
+    const GemmChoice c = ChooseGemm(4, rows, n, 2 * k, kH200);
+    EXPECT(ChooseReduceScatter(4, rows, n, k, DType::kBF16, kH200) ==
+           ChooseGemm(4, rows, n, 2 * k, kH200, kScatterCosts));
+    EXPECT(ChooseAllGather(4, rows, n, k, DType::kBF16, kH200) ==
+           GatherGroups(c, 4, rows, n, kH200));
   }
   for (int64_t rows : {1, 16, 32}) {
-    EXPECT(ChooseReduceScatter(4, rows, n, k, kH200) == ChooseFew(4 * rows, n, k, kH200, 2));
-    EXPECT(ChooseAllGather(4, rows, n, k, kH200) == ChooseFew(4 * rows, n, k, kH200, 4));
-    EXPECT_EQ(ChooseReduceScatter(4, rows, 2048, 4096, kH200).splits, 2);
-    EXPECT_EQ(ChooseAllGather(4, rows, 2048, 8192, kH200).splits, 4);
+    EXPECT(ChooseReduceScatter(4, rows, n, k, DType::kBF16, kH200) ==
+           ChooseFew(4 * rows, n, 2 * k, kH200, 2));
+    EXPECT(ChooseAllGather(4, rows, n, k, DType::kBF16, kH200) ==
+           ChooseFew(4 * rows, n, 2 * k, kH200, 4));
+    EXPECT_EQ(ChooseReduceScatter(4, rows, 2048, 4096, DType::kBF16, kH200).splits, 2);
+    EXPECT_EQ(ChooseAllGather(4, rows, 2048, 8192, DType::kBF16, kH200).splits, 4);
   }
 }
 
 TEST(AllReducesAreFinishedFromTheBeginningOn) {
   // On two ranks tiles of 128 columns take the peer's rows first, those of 192 do not.
-  EXPECT_EQ(ChooseAllReduce(2, 256, 8192, 14336, kH200).group_m, 0);
-  EXPECT_EQ(ChooseAllReduce(2, 1024, 12288, 24576, kH200).tile_n, 192);
-  EXPECT_EQ(ChooseAllReduce(2, 1024, 12288, 24576, kH200).group_m, 0);
+  EXPECT_EQ(ChooseAllReduce(2, 256, 8192, 14336, DType::kBF16, kH200).group_m, 0);
+  EXPECT_EQ(ChooseAllReduce(2, 1024, 12288, 24576, DType::kBF16, kH200).tile_n, 192);
+  EXPECT_EQ(ChooseAllReduce(2, 1024, 12288, 24576, DType::kBF16, kH200).group_m, 0);
   for (int64_t rows : {512, 1024}) {
-    const GemmChoice c = ChooseAllReduce(2, rows, 8192, 14336, kH200);
+    const GemmChoice c = ChooseAllReduce(2, rows, 8192, 14336, DType::kBF16, kH200);
     EXPECT(c.tile_n == 128 && c.group_m > 0) << rows;
-    EXPECT(c == ChooseGemm(2, rows, 8192, 14336, kH200, kReduceCosts)) << rows;
+    EXPECT(c == ChooseGemm(2, rows, 8192, 2 * 14336, kH200, kReduceCosts)) << rows;
   }
   for (int64_t rows : {128, 256, 512}) {
-    const GemmChoice c = ChooseAllReduce(4, rows, 12288, 8192, kH200),
-                     product = ChooseGemm(4, rows, 12288, 8192, kH200, kReduceCosts);
+    const GemmChoice c = ChooseAllReduce(4, rows, 12288, 8192, DType::kBF16, kH200),
+                     product = ChooseGemm(4, rows, 12288, 2 * 8192, kH200, kReduceCosts);
     EXPECT(c.group_m == 0 && c.tile_n == product.tile_n && c.cluster_m == product.cluster_m)
         << rows;
   }
   for (int64_t rows : {1024, 2048}) {
-    EXPECT(ChooseAllReduce(4, rows, 12288, 8192, kH200) ==
-           ChooseGemm(4, rows, 12288, 8192, kH200, kReduceCosts))
+    EXPECT(ChooseAllReduce(4, rows, 12288, 8192, DType::kBF16, kH200) ==
+           ChooseGemm(4, rows, 12288, 2 * 8192, kH200, kReduceCosts))
         << rows;
   }
 }
@@ -377,18 +382,18 @@ TEST(FewRowsOfAllReducesShareKWhereThatWasFaster) {
       {64, 12288, 24576, 169, 197},  {128, 12288, 24576, 187, 209},
   };
   for (const auto& call : measured) {
-    const GemmChoice c = ChooseAllReduce(2, call.m / 2, call.n, call.k, kH200);
+    const GemmChoice c = ChooseAllReduce(2, call.m / 2, call.n, call.k, DType::kBF16, kH200);
     EXPECT_EQ(c.splits, call.split < call.whole ? 2 : 1) << call.m << " x " << call.n;
   }
-  EXPECT_EQ(ChooseAllReduce(2, 32, 8192, 64, kH200).splits, 1);  // one k-block
+  EXPECT_EQ(ChooseAllReduce(2, 32, 8192, 64, DType::kBF16, kH200).splits, 1);  // one k-block
 }
 
 // The fastest configurations on an H200.
 TEST(FewRowsKeepEnoughSmsReading) {
   for (int64_t m : {1, 16, 64, 128}) {
-    EXPECT(ChooseFew(m, 12288, 12288, kH200, 4) == (GemmChoice{128, 1, 1})) << m;
-    EXPECT(ChooseFew(m, 12288, 24576, kH200, 4) == (GemmChoice{128, 1, 1})) << m;
-    EXPECT(ChooseFew(m, 24576, 12288, kH200, 4) == (GemmChoice{192, 1, 1})) << m;
+    EXPECT(ChooseFew(m, 12288, 2 * 12288, kH200, 4) == (GemmChoice{128, 1, 1})) << m;
+    EXPECT(ChooseFew(m, 12288, 2 * 24576, kH200, 4) == (GemmChoice{128, 1, 1})) << m;
+    EXPECT(ChooseFew(m, 24576, 2 * 12288, kH200, 4) == (GemmChoice{192, 1, 1})) << m;
   }
   // Microseconds of the single-rank product: tiles of 128 columns, of 192, k split by two, by four.
   const struct {
@@ -419,13 +424,13 @@ TEST(FewRowsKeepEnoughSmsReading) {
       {64, 3584, 1024, {10.5, 12.8, 9.4, 9.1}},
   };
   for (const auto& call : measured) {
-    const GemmChoice c = ChooseFew(call.m, call.n, call.k, kH200, 4);
+    const GemmChoice c = ChooseFew(call.m, call.n, 2 * call.k, kH200, 4);
     const double chosen = call.us[c.tile_n == 192 ? 1 : c.splits == 1 ? 0 : c.splits == 2 ? 2 : 3];
     const double best = *std::min_element(std::begin(call.us), std::end(call.us));
     EXPECT_EQ(chosen, best) << call.m << " x " << call.n << " x " << call.k;
   }
-  EXPECT_EQ(ChooseFew(64, 128, 136, kH200, 4).splits, 1);  // the sums would cost more than reading
-                                                           // w
+  // The sums would cost more than reading w.
+  EXPECT_EQ(ChooseFew(64, 128, 2 * 136, kH200, 4).splits, 1);
 }
 
 TEST(ImpossibleChoices) {
@@ -442,7 +447,7 @@ TEST(ImpossibleChoices) {
 
 TEST(WhoSharesKHasSomeOfIt) {
   const auto splits = [](int64_t m, int64_t k, int32_t most) {
-    return FitSplits({128, 1, 1, 4}, m, k, most).splits;
+    return FitSplits({128, 1, 1, 4}, m, 2 * k, most).splits;
   };
   EXPECT_EQ(splits(128, 64, 4), 1);
   EXPECT_EQ(splits(128, 65, 4), 2);
@@ -455,7 +460,7 @@ TEST(WhoSharesKHasSomeOfIt) {
 TEST(WhatIsChosenIsCompiled) {
   for (int64_t m : {1, 64, 512, 1000, 8192}) {
     for (int64_t n : {8, 2560, 12288}) {
-      const GemmChoice c = ChooseGemm(1, m, n, 8192, kH200);
+      const GemmChoice c = ChooseGemm(1, m, n, 2 * 8192, kH200);
       bool compiled = false;
       for (const GemmChoice& k : kCompiled) {
         compiled |= k.tile_n == c.tile_n && k.cluster_m == c.cluster_m;

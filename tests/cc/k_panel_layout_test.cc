@@ -38,7 +38,7 @@ void ForAllShapes(F&& f) {
 
 TEST(RangesAreARanksRows) {
   ForAllShapes([](const Rows& rows, int64_t k) {
-    const auto layout = KPanelLayout::Make(rows, k);
+    const auto layout = KPanelLayout::Make(rows, 2 * k);
     for (int src = 0; src < rows.world; ++src) {
       int64_t next = src * rows.PerRank();
       for (int32_t i = 0; i < layout.RowBlocksOf(src); ++i) {
@@ -57,7 +57,7 @@ TEST(RangesAreARanksRows) {
 // Every element of every rank's rows has its own offset, and so has every signal.
 TEST(RoomForEverything) {
   ForAllShapes([](const Rows& rows, int64_t k) {
-    const auto layout = KPanelLayout::Make(rows, k);
+    const auto layout = KPanelLayout::Make(rows, 2 * k);
     Ranges data, signals;
     for (int src = 0; src < rows.world; ++src) {
       int64_t columns = 0;
@@ -73,8 +73,7 @@ TEST(RoomForEverything) {
             EXPECT_EQ(layout.ChunkOf(box.k_panel), chunk);
             EXPECT(box.rows <= KPanelLayout::kBoxRows);
             const int64_t first = layout.RowOf(row_block, box.k_panel) + range.begin + box.row;
-            data.push_back(
-                {first * KPanelLayout::kRowBytes, (first + box.rows) * KPanelLayout::kRowBytes});
+            data.push_back({first * kBlockBytes, (first + box.rows) * kBlockBytes});
             columns += box.rows;
           }
         }
@@ -92,7 +91,7 @@ TEST(RoomForEverything) {
 // with others.
 TEST(EveryChunkIsSentOnce) {
   ForAllShapes([](const Rows& rows, int64_t k) {
-    const auto layout = KPanelLayout::Make(rows, k);
+    const auto layout = KPanelLayout::Make(rows, 2 * k);
     for (int32_t group : {0, 1, 2, 3}) {
       for (int rank = 0; rank < rows.world; ++rank) {
         const SendOrder order(layout, rank, group);
@@ -103,7 +102,7 @@ TEST(EveryChunkIsSentOnce) {
           const int32_t row_block = send.row_block - layout.FirstRowBlock(rank);
           const bool inside = 0 <= send.step && send.step < rows.world && 0 <= row_block &&
                               row_block < blocks && 0 <= send.chunk && send.chunk < chunks;
-          EXPECT(inside) << rows.world << " " << rows.inner << " unit " << u;
+          EXPECT(inside) << rows.world << " " << rows.inner << " chunk " << u;
           if (inside) ++sent[(send.step * blocks + row_block) * chunks + send.chunk];
         }
         for (int step = 0; step < rows.world; ++step) {
@@ -126,7 +125,7 @@ TEST(EveryChunkIsSentOnce) {
 
 TEST(OneRasterGroupSendsPanelByPanel) {
   ForAllShapes([](const Rows& rows, int64_t k) {
-    const auto layout = KPanelLayout::Make(rows, k);
+    const auto layout = KPanelLayout::Make(rows, 2 * k);
     const SendOrder order(layout, rows.world - 1, /*group=*/0);
     for (int32_t u = 1; u < order.Count(); ++u) {
       EXPECT(order.At(u - 1).chunk <= order.At(u).chunk);
@@ -136,7 +135,7 @@ TEST(OneRasterGroupSendsPanelByPanel) {
 
 TEST(RasterGroupsGoToOneRankAfterTheOther) {
   const Rows rows{4, 1, 1024};
-  const auto layout = KPanelLayout::Make(rows, 320);
+  const auto layout = KPanelLayout::Make(rows, 2 * 320);
   const SendOrder order(layout, 1, /*group=*/4);
   EXPECT_EQ(order.Count(), 3 * 8 * 5);
   for (int32_t u = 0; u < order.Count(); ++u) {
@@ -148,11 +147,11 @@ TEST(RasterGroupsGoToOneRankAfterTheOther) {
 }
 
 TEST(FewRowsShareAChunk) {
-  EXPECT_EQ(KPanelLayout::Make(Rows{4, 1, 16}, 12288).Chunks(), 48);
-  EXPECT_EQ(KPanelLayout::Make(Rows{4, 1, 64}, 12288).Chunks(), 96);
-  EXPECT_EQ(KPanelLayout::Make(Rows{4, 1, 128}, 12288).Chunks(), 192);
+  EXPECT_EQ(KPanelLayout::Make(Rows{4, 1, 16}, 2 * 12288).Chunks(), 48);
+  EXPECT_EQ(KPanelLayout::Make(Rows{4, 1, 64}, 2 * 12288).Chunks(), 96);
+  EXPECT_EQ(KPanelLayout::Make(Rows{4, 1, 128}, 2 * 12288).Chunks(), 192);
   // The last chunk may have fewer k-panels than the others.
-  const auto layout = KPanelLayout::Make(Rows{2, 1, 5}, 328);
+  const auto layout = KPanelLayout::Make(Rows{2, 1, 5}, 2 * 328);
   EXPECT_EQ(layout.Chunks(), 2);
   int boxes = 0;
   for (int i = 0; i < 4; ++i) boxes += layout.BoxOf(layout.RangeOf(1, 0), 1, i).rows > 0;

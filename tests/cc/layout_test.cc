@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/rows.h"
 #include "ops/all_gather_matmul/all_gather_matmul.h"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"

@@ -5,6 +5,7 @@
 
 #include <set>
 
+#include "expect_right.h"
 #include "matmul_all_reduce_call.h"
 #include "plans.h"
 #include "rank_errors.h"
@@ -25,90 +26,43 @@ const Shape kShapes[] = {
     {1, 3, 1, {4, 8}},      // one row per rank
     {12, 15, 33, {32, 8}},  //
 };
-const struct {
-  DType in, out;
-} kDtypes[] = {{DType::kF32, DType::kF32},   {DType::kF64, DType::kF64},
-               {DType::kBF16, DType::kBF16}, {DType::kBF16, DType::kF32},
-               {DType::kF16, DType::kF16},   {DType::kF32, DType::kBF16}};
 
-struct Schedule {
-  uint64_t first_epoch;
-  int calls, max_delay_us;
-};
-
-// Runs a schedule of calls, each with make(seed) for a seed of its own.
-template <typename Make>
-void ExpectRight(int world, const Schedule& schedule, uint32_t seed, const std::string& what,
-                 const Make& make) {
-  std::vector<decltype(make(0))> calls;
-  for (int i = 0; i < schedule.calls; ++i) calls.push_back(make(seed * 16 + i));
-  PlainHeap heap(world, calls[0]->Workspace(), schedule.first_epoch);
-  RunOptions options;
-  options.first_epoch = schedule.first_epoch;
-  options.max_delay_us = schedule.max_delay_us;
-  options.seed = seed;
-  const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-  EXPECT(error.empty()) << error;
-  for (const auto& call : calls) {
-    EXPECT_EQ(call->Wrong(), 0) << what << " call " << &call - &calls[0];
-  }
-}
-
-void Check(int world, const Schedule& schedule) {
+void Check(int world, const RunOptions& options) {
   uint32_t seed = 100 * world;
   for (const Shape& s : kShapes) {
-    for (const auto& dtypes : kDtypes) {
+    for (const auto& [in, out] : kProductTypes) {
       ++seed;
       const bool transposed = seed % 2, residual = seed / 2 % 2;
-      const MatmulAllReduceParams p{
-          {Rows{world, 1, s.inner}, s.k, s.n, dtypes.in, dtypes.out, transposed}};
-      std::ostringstream what;
-      what << "world " << world << " inner " << s.inner << " tile_m " << s.tiling.tile_m
-           << " dtype " << static_cast<int>(dtypes.in);
-      ExpectRight(world, schedule, seed, what.str(), [&](uint32_t call_seed) {
+      const MatmulAllReduceParams p{{Rows{world, 1, s.inner}, s.k, s.n, in, out, transposed}};
+      ExpectRight(world, options, seed, [&](uint32_t call_seed) {
         return std::make_unique<MatmulAllReduceCall>(p, s.tiling, call_seed, residual);
       });
     }
   }
 }
 
-TEST(EqualsItsDefinition) {
-  for (int world = 1; world <= kMaxRanks; ++world) Check(world, {1, 4, 300});
-}
-
-TEST(WithoutDelays) {
-  for (int world : {2, 4, 7}) Check(world, {1, 6, 0});
-}
-
-TEST(AcrossTheWrapOfEpochs) { Check(3, {0xfffffffd, 6, 100}); }
+TEST(EqualsItsDefinition) { OnEverySchedule(Check); }
 
 // Up to 128 rows, and columns that end within a slice. Every other shape has numbers whose sums are
 // not exact.
-void CheckFewRows(const Schedule& schedule) {
-  std::mt19937 random(schedule.first_epoch);
+void CheckFewRows(int world, const RunOptions& options) {
+  if (world != 2) return;
+  std::mt19937 random(options.max_delay_us);
   for (uint32_t seed = 0; seed < 60; ++seed) {
     const int64_t inner = seed < 4 ? std::vector<int64_t>{1, 32, 33, 64}[seed] : 1 + random() % 64;
     const int64_t k = 1 + random() % 15, n = 1 + random() % 50;
     const int32_t slice_n = 8 << random() % 3;
-    const auto& dtypes = kDtypes[random() % std::size(kDtypes)];
+    const auto& types = kProductTypes[random() % std::size(kProductTypes)];
     const bool transposed = random() % 2, residual = random() % 2;
     const int bound = seed % 2 == 0 ? 2 : 50;
-    const MatmulAllReduceParams p{{Rows{2, 1, inner}, k, n, dtypes.in, dtypes.out, transposed}};
-    std::ostringstream what;
-    what << "inner " << inner << " k " << k << " n " << n << " slice_n " << slice_n << " dtypes "
-         << static_cast<int>(dtypes.in) << " " << static_cast<int>(dtypes.out) << " bound "
-         << bound;
-    ExpectRight(2, schedule, seed, what.str(), [&](uint32_t call_seed) {
+    const MatmulAllReduceParams p{{Rows{2, 1, inner}, k, n, types.in, types.out, transposed}};
+    ExpectRight(2, options, seed, [&](uint32_t call_seed) {
       return std::make_unique<FewRowsCall>(p, slice_n, call_seed, residual, bound);
     });
   }
 }
 
-TEST(FewRowsEqualTheirDefinition) { CheckFewRows({1, 4, 300}); }
-
-TEST(FewRowsWithoutDelays) { CheckFewRows({2, 6, 0}); }
-
-TEST(FewRowsAcrossTheWrapOfEpochs) { CheckFewRows({0xfffffffd, 6, 100}); }
+TEST(FewRowsEqualTheirDefinition) { OnEverySchedule(CheckFewRows); }
 
 // Sums that float32 does not represent exactly.
 TEST(FewRowsHaveTheSameBitsOnBothRanks) {

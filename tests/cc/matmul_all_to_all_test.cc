@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "expect_right.h"
 #include "matmul_all_to_all_call.h"
 #include "plans.h"
 #include "rank_errors.h"
@@ -25,57 +26,31 @@ const Shape kShapes[] = {
     {3, 7, 16, 5, {8, 4}},    // outer > 1: a tile has rows of several outer indices
     {2, 16, 12, 17, {32, 16}},
 };
-const struct {
-  DType in, out;
-} kDtypes[] = {{DType::kF32, DType::kF32},   {DType::kF64, DType::kF64},
-               {DType::kBF16, DType::kBF16}, {DType::kBF16, DType::kF32},
-               {DType::kF16, DType::kF16},   {DType::kF32, DType::kBF16}};
 
-void Check(int world, uint64_t first_epoch, int calls_each, int max_delay_us) {
+void Check(int world, const RunOptions& options) {
   uint32_t seed = 100 * world;
   for (const Shape& s : kShapes) {
-    for (const auto& dtypes : kDtypes) {
+    for (const auto& [in, out] : kProductTypes) {
       for (int way = 0; way < 4; ++way) {
         ++seed;
         const bool transposed = seed % 3 == 0;
         const MatmulAllToAllParams p{Rows{world, s.outer, s.inner},
                                      s.k,
                                      s.n,
-                                     dtypes.in,
-                                     dtypes.out,
+                                     in,
+                                     out,
                                      transposed,
                                      (way & 1) != 0,
                                      (way & 2) != 0};
-        std::vector<std::unique_ptr<Call>> calls;
-        for (int i = 0; i < calls_each; ++i) {
-          calls.push_back(std::make_unique<MatmulAllToAllCall>(p, s.tiling, seed * 16 + i));
-        }
-        PlainHeap heap(world, calls[0]->Workspace(), first_epoch);
-        RunOptions options;
-        options.first_epoch = first_epoch;
-        options.max_delay_us = max_delay_us;
-        options.seed = seed;
-        const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-        EXPECT(error.empty()) << error;
-        for (const auto& call : calls) {
-          EXPECT_EQ(call->Wrong(), 0)
-              << "world " << world << " outer " << s.outer << " inner " << s.inner << " n " << s.n
-              << " dtype " << dtypes.in << " way " << way << " call " << &call - &calls[0];
-        }
+        ExpectRight(world, options, seed, [&](uint32_t call_seed) {
+          return std::make_unique<MatmulAllToAllCall>(p, s.tiling, call_seed);
+        });
       }
     }
   }
 }
 
-TEST(EqualsItsDefinition) {
-  for (int world = 1; world <= kMaxRanks; ++world) Check(world, 1, 3, 200);
-}
-
-TEST(WithoutDelays) {
-  for (int world : {2, 4, 7}) Check(world, 1, 5, 0);
-}
-
-TEST(AcrossTheWrapOfEpochs) { Check(3, 0xfffffffd, 6, 100); }
+TEST(EqualsItsDefinition) { OnEverySchedule(Check); }
 
 TEST(EverySlotIsOneTilesOfOnePeer) {
   for (int world = 1; world <= kMaxRanks; ++world) {
@@ -97,15 +72,15 @@ TEST(EverySlotIsOneTilesOfOnePeer) {
 // The configuration with the fewest waves of tiles, counting partial tiles.
 TEST(ShardsThatAreNoWholeTilesCost) {
   constexpr Machine kH200{132};
-  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, 8192, kH200).tile_n, 256);
-  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, 8192, kH200).cluster_m, 2);
-  EXPECT_EQ(ChooseAllToAll(4, 2048, 128, 8192, kH200).tile_n,
+  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, 8192, DType::kBF16, kH200).tile_n, 256);
+  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, 8192, DType::kBF16, kH200).cluster_m, 2);
+  EXPECT_EQ(ChooseAllToAll(4, 2048, 128, 8192, DType::kBF16, kH200).tile_n,
             128);  // with 192 columns, a third would be wasted
-  EXPECT_EQ(ChooseAllToAll(4, 128, 3072, 8192, kH200).cluster_m, 1);
+  EXPECT_EQ(ChooseAllToAll(4, 128, 3072, 8192, DType::kBF16, kH200).cluster_m, 1);
   for (int world : {2, 3, 4, 8}) {
     for (int64_t rows : {1, 128, 300, 2048, 8192}) {
       for (int64_t n : {8, 128, 1000, 2048, 4096}) {
-        EXPECT(IsPossible(ChooseAllToAll(world, rows, n, 8192, kH200)))
+        EXPECT(IsPossible(ChooseAllToAll(world, rows, n, 8192, DType::kBF16, kH200)))
             << world << " " << rows << " " << n;
       }
     }

@@ -2,6 +2,7 @@
 // small, so that tiles straddle ranks, and several ranks own rows of one tile.
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
 
+#include "expect_right.h"
 #include "matmul_reduce_scatter_call.h"
 #include "plans.h"
 #include "rank_errors.h"
@@ -24,49 +25,23 @@ const Shape kShapes[] = {
     {2, 16, 12, 33, {32, 16}},  //
     {4, 3, 16, 17, {32, 8}},    //
 };
-const struct {
-  DType in, out;
-} kDtypes[] = {{DType::kF32, DType::kF32},   {DType::kF64, DType::kF64},
-               {DType::kBF16, DType::kBF16}, {DType::kBF16, DType::kF32},
-               {DType::kF16, DType::kF16},   {DType::kF32, DType::kBF16}};
 
-void Check(int world, uint64_t first_epoch, int calls_each, int max_delay_us) {
+void Check(int world, const RunOptions& options) {
   uint32_t seed = 100 * world;
   for (const Shape& s : kShapes) {
-    for (const auto& dtypes : kDtypes) {
+    for (const auto& [in, out] : kProductTypes) {
       ++seed;
       const bool transposed = seed % 2;
       const MatmulReduceScatterParams p{
-          Rows{world, s.outer, s.inner}, s.k, s.n, dtypes.in, dtypes.out, transposed};
-      std::vector<std::unique_ptr<Call>> calls;
-      for (int i = 0; i < calls_each; ++i) {
-        calls.push_back(std::make_unique<MatmulReduceScatterCall>(p, s.tiling, seed * 16 + i));
-      }
-      PlainHeap heap(world, calls[0]->Workspace(), first_epoch);
-      RunOptions options;
-      options.first_epoch = first_epoch;
-      options.max_delay_us = max_delay_us;
-      options.seed = seed;
-      const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-      EXPECT(error.empty()) << error;
-      for (const auto& call : calls) {
-        EXPECT_EQ(call->Wrong(), 0)
-            << "world " << world << " outer " << s.outer << " inner " << s.inner << " tile_m "
-            << s.tiling.tile_m << " dtype " << dtypes.in << " call " << &call - &calls[0];
-      }
+          Rows{world, s.outer, s.inner}, s.k, s.n, in, out, transposed};
+      ExpectRight(world, options, seed, [&](uint32_t call_seed) {
+        return std::make_unique<MatmulReduceScatterCall>(p, s.tiling, call_seed);
+      });
     }
   }
 }
 
-TEST(EqualsItsDefinition) {
-  for (int world = 1; world <= kMaxRanks; ++world) Check(world, 1, 4, 300);
-}
-
-TEST(WithoutDelays) {
-  for (int world : {2, 4, 7}) Check(world, 1, 6, 0);
-}
-
-TEST(AcrossTheWrapOfEpochs) { Check(3, 0xfffffffd, 6, 100); }
+TEST(EqualsItsDefinition) { OnEverySchedule(Check); }
 
 MatmulReduceScatterParams Small(int64_t n) {
   return {Rows{3, 1, 8}, 8, n, DType::kF32, DType::kF32, false};

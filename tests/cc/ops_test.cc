@@ -74,11 +74,8 @@ TEST(EveryHandlerIsATarget) {
 
 TEST(ConstantsOfOneListAreInOrder) {
   std::map<std::string, int64_t> numbers;
-  std::map<std::string, int64_t> next = {{"dtypes", 0},
-                                         {"activations", 1},
-                                         {"all_reduce_algorithms", 0},
-                                         {"norms", 1},
-                                         {"grouped_tiles", 0}};
+  std::map<std::string, int64_t> next = {
+      {"activations", 1}, {"all_reduce_algorithms", 0}, {"norms", 1}, {"grouped_tiles", 0}};
   for (const JfluxField* c = jflux_constants(); c->name != nullptr; ++c) {
     EXPECT(numbers.emplace(c->name, c->value).second) << c->name;
     const char* dot = std::strchr(c->name, '.');
@@ -90,10 +87,7 @@ TEST(ConstantsOfOneListAreInOrder) {
   EXPECT_EQ(numbers["max_ranks"], kMaxRanks);
   EXPECT_EQ(numbers["max_weights"], kMaxWeights);
   EXPECT_EQ(numbers["tile_rows"], kGemmTileM);
-  EXPECT_EQ(numbers["tile_k"], kGemmTileK);
-  EXPECT_EQ(numbers["unit_bytes"], 16);
-  EXPECT_EQ(numbers["dtypes.bfloat16"], static_cast<int64_t>(DType::kBF16));
-  EXPECT_EQ(next["dtypes"], static_cast<int64_t>(DType::kF64) + 1);
+  EXPECT_EQ(numbers["vector_bytes"], kVectorBytes);
   EXPECT_EQ(numbers["activations.relu"], static_cast<int64_t>(Activation::kRelu));
   EXPECT(IsActivation(next["activations"] - 1) && !IsActivation(next["activations"]));
   EXPECT_EQ(numbers["all_reduce_algorithms.butterfly"],

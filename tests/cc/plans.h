@@ -4,6 +4,7 @@
 #define JFLUX_TESTS_CC_PLANS_H_
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "runtime/op.h"
@@ -127,10 +128,15 @@ inline void ExpectProductRefusals(const char* name) {
   EXPECT(says(why_not({{"tile_n", 192}}, machine), "has no `cluster_m`"));
   const Fields no_kernel{{"tile_n", 64}, {"cluster_m", 1}, {"group_m", 1}, {"splits", 1}};
   EXPECT(says(why_not(no_kernel, machine), "no kernel takes the configuration (tile_n 64"));
-  // GPU kernels take 16-bit types and multiples of a unit only.
-  for (const Fields& changes :
-       {Fields{{"dtype", 2}, {"out_dtype", 2}}, Fields{{"k", 4097}}, Fields{{"n", 8196}}}) {
-    EXPECT(says(why_not(changes, machine), "multiples of 8")) << InWords(changes);
+  // GPU kernels take some formats only, and rows of whole vectors.
+  const std::pair<Fields, const char*> refusals[] = {
+      {{{"dtype", 2}, {"out_dtype", 2}},
+       "operands are float32, the kernels take float16, bfloat16"},
+      {{{"out_dtype", 0}}, "results are float16, the kernels give bfloat16"},
+      {{{"k", 4097}}, "k and n must be multiples of 8"},
+      {{{"n", 8196}}, "k and n must be multiples of 8"}};
+  for (const auto& [changes, reason] : refusals) {
+    EXPECT(says(why_not(changes, machine), reason)) << InWords(changes);
     EXPECT_EQ(why_not(changes, Machine{0}), "");
   }
   EXPECT(says(why_not({{"k", INT32_MAX}, {"n", INT32_MAX}}, machine), "2^48 elements"));

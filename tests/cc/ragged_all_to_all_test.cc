@@ -8,6 +8,7 @@
 #include <random>
 #include <utility>
 
+#include "expect_right.h"
 #include "ops/ragged_all_to_all/ragged_chunked_body.h"
 #include "ops/ragged_all_to_all/ragged_packets_body.h"
 #include "ops/ragged_all_to_all/ragged_table.h"
@@ -22,16 +23,6 @@ namespace {
 PlainHeap HeapFor(const RaggedParams& p, uint64_t first_epoch = 1) {
   if (p.chunked) return PlainHeap(p.world, p.ChunkedWorkspace(), first_epoch);
   return PlainHeap(p.world, p.Workspace(), first_epoch);
-}
-
-template <typename C>
-void RunAndCheck(const std::vector<std::unique_ptr<C>>& calls, PlainHeap& heap,
-                 const RunOptions& options) {
-  const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-  EXPECT(error.empty()) << error;
-  for (const auto& call : calls) {
-    EXPECT_EQ(call->Wrong(), 0) << "world " << heap.world() << " call " << &call - &calls[0];
-  }
 }
 
 // Rows of whole packets, of 16 bytes, and of neither; more slices than one for each rank; batches.
@@ -56,14 +47,11 @@ void Check(int world, const RunOptions& options) {
       }
     }
     EXPECT(calls.size() > 100);
-    PlainHeap heap = HeapFor(smallest, options.first_epoch);
-    RunAndCheck(calls, heap, options);
+    ExpectRight(calls, HeapFor(smallest, options.first_epoch), options);
   }
 }
 
-TEST(EqualsItsDefinition) {
-  for (int world = 1; world <= kMaxRanks; ++world) Check(world, RunOptions{});
-}
+TEST(EqualsItsDefinition) { OnEverySchedule(Check); }
 
 // With tables (ragged_table.h), of which the last have an entry for every few slices.
 TEST(ManySlices) {
@@ -76,8 +64,7 @@ TEST(ManySlices) {
         EXPECT(p.HasTables() && (slices < 2100) == (p.TableStep() == 1));
         std::vector<std::unique_ptr<RaggedCall>> calls;
         for (uint32_t i : {1, 2, 3}) calls.push_back(std::make_unique<RaggedCall>(p, 4, i));
-        PlainHeap heap = HeapFor(p);
-        RunAndCheck(calls, heap, RunOptions{});
+        ExpectRight(calls, HeapFor(p));
       }
     }
   }
@@ -123,18 +110,6 @@ TEST(TablesSayWhatAWalkSays) {
   }
 }
 
-TEST(WithLateRanks) {
-  RunOptions options;
-  options.max_delay_us = 200;
-  for (int world : {2, 3, 5}) Check(world, options);
-}
-
-TEST(AcrossTheWrapOfEpochs) {
-  RunOptions options;
-  options.first_epoch = 0xffffff80;
-  Check(3, options);
-}
-
 // Many chunks, and slices that begin and end inside them.
 TEST(LongSlices) {
   for (int world : {2, 3, 8}) {
@@ -148,8 +123,7 @@ TEST(LongSlices) {
           calls.push_back(std::make_unique<RaggedCall>(
               p, static_cast<int32_t>(i % 2 ? rows : rows / world), i));
         }
-        PlainHeap heap = HeapFor(p);
-        RunAndCheck(calls, heap, RunOptions{});
+        ExpectRight(calls, HeapFor(p));
       }
     }
   }
@@ -210,8 +184,7 @@ TEST(ThreadsShareARanksPart) {
           RunOptions options;
           options.max_delay_us = 200;
           options.deadline_s = 20;
-          PlainHeap heap = HeapFor(p);
-          RunAndCheck(calls, heap, options);
+          ExpectRight(calls, HeapFor(p), options);
         }
       }
     }

@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/layout.h"
 #include "core/packet.h"
 #include "core/rows.h"

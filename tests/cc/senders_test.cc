@@ -11,25 +11,25 @@ constexpr Machine kH200{132}, kTwice{264};
 TEST(ShortProductsNeedMoreStoreWarps) {
   int32_t last = 1 << 20;
   for (int64_t k : {384, 1024, 2048, 4096, 5504, 7168, 14336, 24576, 1 << 20}) {
-    const int32_t warps = SendingStoreWarps(k, 1, kH200);
+    const int32_t warps = SendingStoreWarps(2 * k, 1, kH200);
     EXPECT(1 <= warps && warps <= last) << k;
     last = warps;
   }
   // Choices for an H200. Measured best: 15 to 20, 20, and 8 to 12.
-  EXPECT_EQ(SendingStoreWarps(7168, 1, kH200), 16);
-  EXPECT_EQ(SendingStoreWarps(5504, 1, kH200), 20);
-  EXPECT_EQ(SendingStoreWarps(24576, 1, kH200), 8);
+  EXPECT_EQ(SendingStoreWarps(2 * 7168, 1, kH200), 16);
+  EXPECT_EQ(SendingStoreWarps(2 * 5504, 1, kH200), 20);
+  EXPECT_EQ(SendingStoreWarps(2 * 24576, 1, kH200), 8);
 }
 
 // With few k-blocks, a consumer may wait for peers while the other has staged its part of the next
 // tile.
 TEST(ShortKTakesNoTickets) {
-  for (int64_t k : {1, 64, 320}) EXPECT_EQ(SendingStoreWarps(k, 1, kH200), 0);
-  EXPECT(SendingStoreWarps(321, 1, kH200) > 0);
+  for (int64_t bytes : {1, 128, 640}) EXPECT_EQ(SendingStoreWarps(bytes, 1, kH200), 0);
+  EXPECT(SendingStoreWarps(641, 1, kH200) > 0);
 }
 
 TEST(StoreWarpsGoByWhatTheySend) {
-  for (int64_t k : {8192, 16384, 24576}) {
+  for (int64_t k : {16384, 32768, 49152}) {
     for (double copies : {1.0, 2.0, 3.0, 7.0}) {
       EXPECT_EQ(SendingStoreWarps(k, 2 * copies, kH200), SendingStoreWarps(k, copies, kTwice)) << k;
       EXPECT_EQ(SendingStoreWarps(2 * k, 2 * copies, kH200), SendingStoreWarps(k, copies, kH200))

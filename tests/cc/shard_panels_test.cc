@@ -10,6 +10,7 @@
 
 #include "all_to_all_matmul_call.h"
 #include "core/numbers.h"
+#include "expect_right.h"
 #include "gpu/gemm_config.h"
 #include "testing.h"
 
@@ -41,7 +42,7 @@ bool HaveRoom(Ranges ranges, int64_t bytes) {
 // Every element of every peer's shard has its own offset, and so has every signal.
 TEST(RoomForEveryShard) {
   ForAllShapes([](int world, int64_t rows, int64_t k) {
-    const auto panels = ShardPanels::Make(world, rows, k);
+    const auto panels = ShardPanels::Make(world, rows, 2 * k);
     Ranges data, signals;
     for (int step = 1; step < world; ++step) {
       std::vector<int> seen(rows * k);
@@ -54,8 +55,7 @@ TEST(RoomForEveryShard) {
             if (box.rows <= 0) continue;
             EXPECT_EQ(panels.shard.ChunkOf(box.k_panel), chunk);
             const int64_t first = panels.RowOf(step, block, box.k_panel) + box.row;
-            data.push_back(
-                {first * KPanelLayout::kRowBytes, (first + box.rows) * KPanelLayout::kRowBytes});
+            data.push_back({first * kBlockBytes, (first + box.rows) * kBlockBytes});
             for (int64_t r = 0; r < box.rows; ++r) {
               for (int64_t c = box.k_panel * int64_t{64};
                    c < Min((box.k_panel + 1) * int64_t{64}, k); ++c) {
@@ -78,7 +78,7 @@ TEST(RoomForEveryShard) {
 // else. Sends wait for nothing, so no wait is for a waiting thread.
 TEST(EveryChunkThatATileWaitsForIsSentOnce) {
   ForAllShapes([](int world, int64_t rows, int64_t k) {
-    const auto panels = ShardPanels::Make(world, rows, k);
+    const auto panels = ShardPanels::Make(world, rows, 2 * k);
     const int32_t chunks = panels.shard.Chunks();
     for (bool concat_rows : {false, true}) {
       for (int32_t cluster_m : {1, 2}) {
@@ -89,11 +89,11 @@ TEST(EveryChunkThatATileWaitsForIsSentOnce) {
             return sent[((step - 1) * panels.shard.row_blocks + block) * chunks + chunk];
           };
           for (int32_t u = 0; u < send.Count(); ++u) {
-            const ChunkSend unit = send.At(u);
-            EXPECT(1 <= unit.step && unit.step < world && 0 <= unit.row_block &&
-                   unit.row_block < panels.shard.row_blocks && 0 <= unit.chunk &&
-                   unit.chunk < chunks);
-            ++at(unit.step, unit.row_block, unit.chunk);
+            const ChunkSend chunk = send.At(u);
+            EXPECT(1 <= chunk.step && chunk.step < world && 0 <= chunk.row_block &&
+                   chunk.row_block < panels.shard.row_blocks && 0 <= chunk.chunk &&
+                   chunk.chunk < chunks);
+            ++at(chunk.step, chunk.row_block, chunk.chunk);
           }
           EXPECT(std::all_of(sent.begin(), sent.end(), [](int count) { return count == 1; }))
               << world << " " << rows << " " << k << " group " << group_m;
@@ -117,7 +117,7 @@ TEST(EveryChunkThatATileWaitsForIsSentOnce) {
 
 // A rank sends in the order in which its peers' tiles need the chunks.
 TEST(WhatIsNeededFirstIsSentFirst) {
-  const auto panels = ShardPanels::Make(4, 8 * 128, 320);  // 8 row blocks of 5 chunks
+  const auto panels = ShardPanels::Make(4, 8 * 128, 2 * 320);  // 8 row blocks of 5 chunks
   const auto terms = ShardSendOrder::Make(panels, 4, /*concat_rows=*/false);
   const auto rows = ShardSendOrder::Make(panels, 4, /*concat_rows=*/true);
   EXPECT_EQ(terms.Count(), 3 * 8 * 5);
@@ -142,7 +142,7 @@ class ScheduledCall : public AllToAllMatmulData {
   ScheduledCall(const AllToAllMatmulParams& p, const GemmChoice& choice, uint32_t seed)
       : AllToAllMatmulData(p, seed),
         choice_(choice),
-        panels_(ShardPanels::Make(p.rows.world, p.rows.PerRank(), p.k)),
+        panels_(ShardPanels::Make(p.rows.world, p.rows.PerRank(), 2 * p.k)),
         send_(ShardSendOrder::Make(panels_, choice.group_m * choice.cluster_m, p.concat_rows)),
         order_{p.concat_rows ? p.rows.world : 1,
                static_cast<int32_t>(CeilDiv<int64_t>(p.rows.PerRank(), 128 * choice.cluster_m)),
@@ -184,27 +184,27 @@ class ScheduledCall : public AllToAllMatmulData {
                    int32_t chunk) const {
     return view.At<Signal>(rank, half.signals + panels_.SignalOffset(step, block, chunk));
   }
+  static constexpr int32_t kColumns = kBlockBytes / sizeof(BF16);  // of a panel
   BF16* PanelRow(const SymmetricView& view, const Half& half, int rank, int step, int32_t block,
                  int32_t panel, int32_t row) const {
-    return view.At<BF16>(
-        rank, half.data + (panels_.RowOf(step, block, panel) + row) * KPanelLayout::kRowBytes);
+    return view.At<BF16>(rank, half.data + (panels_.RowOf(step, block, panel) + row) * kBlockBytes);
   }
 
-  void SendChunk(const SymmetricView& view, const Half& half, const ChunkSend& unit) {
+  void SendChunk(const SymmetricView& view, const Half& half, const ChunkSend& send) {
     const auto* x = static_cast<const BF16*>(ArraysOf(view.rank).x);
-    const int dst = SendPeer(view.rank, unit.step, view.world);
+    const int dst = SendPeer(view.rank, send.step, view.world);
     for (int i = 0; i < KPanelLayout::kBoxes; ++i) {
-      const auto box = panels_.shard.BoxOf(panels_.RangeOf(unit.row_block), unit.chunk, i);
+      const auto box = panels_.shard.BoxOf(panels_.RangeOf(send.row_block), send.chunk, i);
       for (int32_t r = 0; r < box.rows; ++r) {
-        const int64_t row = unit.row_block * int64_t{KPanelLayout::kPanelRows} + box.row + r;
-        const int64_t first = box.k_panel * int64_t{KPanelLayout::kColumns};
-        const int64_t columns = Min<int64_t>(KPanelLayout::kColumns, p_.k - first);
-        BF16* to = PanelRow(view, half, dst, unit.step, unit.row_block, box.k_panel, box.row + r);
-        std::memset(to, 0, KPanelLayout::kRowBytes);
+        const int64_t row = send.row_block * int64_t{KPanelLayout::kPanelRows} + box.row + r;
+        const int64_t first = box.k_panel * int64_t{kColumns};
+        const int64_t columns = Min<int64_t>(kColumns, p_.k - first);
+        BF16* to = PanelRow(view, half, dst, send.step, send.row_block, box.k_panel, box.row + r);
+        std::memset(to, 0, kBlockBytes);
         std::memcpy(to, x + p_.OffsetInX(dst, row) + first, columns * sizeof(BF16));
       }
     }
-    StoreRelease(SignalAt(view, half, dst, unit.step, unit.row_block, unit.chunk), half.signal);
+    StoreRelease(SignalAt(view, half, dst, send.step, send.row_block, send.chunk), half.signal);
   }
 
   bool Compute(const SymmetricView& view, const Half& half, Tile tile, int32_t cta,
@@ -253,8 +253,8 @@ class ScheduledCall : public AllToAllMatmulData {
       if (!WaitSignal(word, half.signal, src, chunk, ctx)) return false;
     }
     for (int32_t r = 0; r < rows; ++r) {
-      for (int64_t i = 0; i < KPanelLayout::kColumns; ++i) {
-        const int64_t column = panel * int64_t{KPanelLayout::kColumns} + i;
+      for (int64_t i = 0; i < kColumns; ++i) {
+        const int64_t column = panel * int64_t{kColumns} + i;
         const bool inside = column < p_.k;
         const float a = step != 0 ? float(PanelRow(view, half, view.rank, step, block, panel, r)[i])
                         : inside
@@ -289,22 +289,18 @@ TEST(TheKernelsScheduleComputesIt) {
       {1, 20, 72, 5, {4, 1, 2}},   // several k-panels in a chunk
       {1, 50, 136, 2, {4, 2, 1}}, {2, 128, 72, 3, {4, 1, 2}},  // outer rows
   };
+  RunOptions options;
+  options.max_delay_us = 100;
   for (int world = 1; world <= kMaxRanks; ++world) {
     for (const auto& s : shapes) {
       for (int way = 0; way < 4; ++way) {
         // Sums of 8 * 136 such products stay below 256: 6 standard deviations.
         const auto p = ParamsOf(Rows{world, s.outer, s.inner}, s.k, s.n, DType::kBF16, DType::kBF16,
                                 way, way % 2 == 0, false);
-        std::vector<std::unique_ptr<Call>> calls;
-        for (int i = 0; i < 3; ++i) {
-          calls.push_back(std::make_unique<ScheduledCall>(p, s.choice, world * 100 + way * 10 + i));
-        }
-        RunOptions options;
-        options.max_delay_us = 100;
-        options.seed = world;
-        RunAndCheck(calls, world, options,
-                    "world " + std::to_string(world) + " shape " + std::to_string(&s - shapes) +
-                        " way " + std::to_string(way));
+        const auto seed = static_cast<uint32_t>(100 * world + 10 * (&s - shapes) + way);
+        ExpectRight(world, options, seed, [&](uint32_t call_seed) {
+          return std::make_unique<ScheduledCall>(p, s.choice, call_seed);
+        });
       }
     }
   }

@@ -1,7 +1,7 @@
 // Calls of all products and of many shapes, one after the other on one workspace: no rank may take
 // what an earlier call left behind for an answer to this one. The build includes every *_call.h of
 // this folder here.
-#include "testing.h"
+#include "expect_right.h"
 
 namespace jflux {
 namespace {
@@ -40,12 +40,8 @@ TEST(ManyCallsOfDifferentShapes) {
       options.first_epoch = round == 3 ? 0xffffffe0 : 1;
       options.max_delay_us = round % 2 ? 200 : 0;
       options.poison = round < 2;  // else old data stays, and looks right
-      PlainHeap heap(world, workspace, options.first_epoch);
-      const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-      EXPECT(error.empty()) << error;
-      for (size_t i = 0; i < calls.size(); ++i) {
-        EXPECT_EQ(calls[i]->Wrong(), 0) << "world " << world << " round " << round << " call " << i;
-      }
+      options.seed = round;
+      ExpectRight(calls, PlainHeap(world, workspace, options.first_epoch), options);
     }
   }
 }

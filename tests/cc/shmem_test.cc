@@ -354,7 +354,7 @@ TEST(AnAbsentRankIsNamed) {
   const auto errors = RunRanks(heap, {&call}, options);
   for (int rank : {0, 2, 3}) {  // rank 2 waits for its signal, the others for its hello
     EXPECT(errors[rank].find("jflux.custom_call(test): rank " + std::to_string(rank) +
-                             " waited 0.05 s for rank 1 (unit " + (rank == 2 ? "5" : "-1")) !=
+                             " waited 0.05 s for rank 1 (item " + (rank == 2 ? "5" : "-1")) !=
            std::string::npos)
         << errors[rank];
   }
@@ -376,7 +376,7 @@ TEST(AWaitThatFailsEndsTheOthers) {
   const uint64_t start = NowNs();
   const auto errors = RunRanks(heap, {&call}, options);
   EXPECT(NowNs() - start < 3'000'000'000) << "each wait had its deadline";
-  EXPECT(errors[1].empty() && errors[0].find("for rank 1 (unit 0") != std::string::npos)
+  EXPECT(errors[1].empty() && errors[0].find("for rank 1 (item 0") != std::string::npos)
       << errors[0];
 }
 

@@ -115,7 +115,7 @@ TEST(WaitTimesOutAndSaysForWhom) {
   EXPECT_EQ(fault.expected, MakeSignal(5, 7));
   EXPECT_EQ(fault.seen, word);
   const std::string text = Describe(fault, 0.05);
-  for (const char* part : {"matmul_reduce_scatter", "rank 2 waited 0.05 s for rank 3", "unit 17",
+  for (const char* part : {"matmul_reduce_scatter", "rank 2 waited 0.05 s for rank 3", "item 17",
                            "call 5", "call 4"}) {
     EXPECT(Contains(text, part)) << part << " in: " << text;
   }
@@ -208,7 +208,7 @@ TEST(AWaitThatLastsWarnsOnce) {
   EXPECT_EQ(host.warning.tile, 17);
   const std::string text = DescribeWarning(host.warning, 0.05, 0.3);
   for (const char* part : {"warning: jflux.matmul_reduce_scatter: rank 2 has waited 0.05 s, since ",
-                           ", for rank 3 (unit 17 of call 5; last heard of in call 4)",
+                           ", for rank 3 (item 17 of call 5; last heard of in call 4)",
                            "After 0.3 s the call fails", "deadline_seconds"}) {
     EXPECT(Contains(text, part)) << part << " in: " << text;
   }

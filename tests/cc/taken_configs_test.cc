@@ -55,17 +55,19 @@ TEST(EveryProductTakesAllOfItsKernels) {
   Taken gather, scatter, reduce, few_rows, from_all, to_all;
   ForCalls([&](int world, int64_t rows, int64_t n, int64_t k, const Machine& machine) {
     const int64_t m = world * rows;
-    gather.Add(FitSplits(ChooseAllGather(world, rows, n, k, machine), m, k, kGatherSplits));
-    scatter.Add(FitSplits(ChooseReduceScatter(world, rows, n, k, machine), m, k, kReduceSplits));
+    gather.Add(FitSplits(ChooseAllGather(world, rows, n, k, DType::kBF16, machine), m, 2 * k,
+                         kGatherSplits));
+    scatter.Add(FitSplits(ChooseReduceScatter(world, rows, n, k, DType::kBF16, machine), m, 2 * k,
+                          kReduceSplits));
     for (bool concat_rows : {false, true}) {
-      from_all.Add(ChooseAllToAllMatmul(world, rows, k, n, concat_rows, machine));
+      from_all.Add(ChooseAllToAllMatmul(world, rows, k, n, DType::kBF16, concat_rows, machine));
     }
-    to_all.Add(ChooseAllToAll(world, rows, n, k, machine));
-    const GemmChoice choice = ChooseAllReduce(world, rows, n, k, machine);
+    to_all.Add(ChooseAllToAll(world, rows, n, k, DType::kBF16, machine));
+    const GemmChoice choice = ChooseAllReduce(world, rows, n, k, DType::kBF16, machine);
     if (AreFewRows(world, m)) {
-      few_rows.Add(FitSplits({kSharedKTile, 1, 1, choice.splits}, m, k, kReduceSplits));
+      few_rows.Add(FitSplits({kSharedKTile, 1, 1, choice.splits}, m, 2 * k, kReduceSplits));
     } else if (rows % kGemmTileM == 0) {
-      reduce.Add(FitSplits(choice, m, k, /*most=*/1));
+      reduce.Add(FitSplits(choice, m, 2 * k, /*most=*/1));
     }
   });
   ExpectAllTaken(gather, "all_gather_matmul", kGatherSplits);

@@ -65,7 +65,7 @@ def call_of(spec):
     options = {"axis_name": "tp", **spec.ways[0]}
 
     def product(x, w):
-        x = jnp.tile(x, (128, 1))  # whole tiles of rows, and whole units of columns, for each rank
+        x = jnp.tile(x, (128, 1))  # whole tiles of rows and vectors of columns for each rank
         multiplied = x.shape
         if spec.product == "after":
             multiplied = spec.communication(2, **spec.ways[0]).shape(x.shape, N)

@@ -17,7 +17,7 @@
 #include <cstdint>
 #include <string>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/layout.h"
 #include "core/signal.h"
 #include "gpu/senders.h"
@@ -27,6 +27,8 @@
 namespace jflux {
 
 inline constexpr OpId kAllGatherAttentionId{16};
+inline constexpr OpFormats kAllGatherAttentionCpuFormats{
+    SetOf(DType::kF16, DType::kBF16, DType::kF32)};
 
 struct AllGatherAttentionParams {
   int32_t world;
@@ -155,9 +157,8 @@ inline int32_t KeySenders(const AllGatherAttentionParams& p, const Machine& mach
 // Why no kernel takes the call; empty if one does.
 inline std::string WhyNoKernel(const AllGatherAttentionParams& p) {
   const FlashAttentionParams& a = p.attention;
-  if (a.dtype != DType::kF16 && a.dtype != DType::kBF16) {
-    return "the GPU kernels take float16 and bfloat16";
-  }
+  std::string why = WhyNotFormats(kFlashAttentionFormats, kWgmmaFormats, a.dtype, a.dtype);
+  if (!why.empty()) return why;
   if (WidthFor(a.width) == 0) {
     return "the GPU kernels take heads of a multiple of 8 elements, up to 256";
   }

@@ -29,16 +29,14 @@ bool PlanAllGatherAttention(const Fields& fields, const Machine& machine, Fields
   a.heads = call.Get("heads", 1, kMost);
   a.groups = call.Get("groups", 1, kMost);
   a.width = call.Get("width", 1, kMost);
-  a.dtype = static_cast<DType>(call.Get("dtype", 0, 3));
+  a.dtype = call.GetFormat("dtype");
   const double sequence = static_cast<double>(a.keys) * a.groups * a.width * SizeOf(a.dtype);
   if (sequence * a.batch * p.world > 0x1p42) call.Refuse("keys of more than 2^42 bytes");
   if (a.heads % a.groups != 0) call.Refuse("`heads` is no multiple of `groups`");
   if (!call.Check(why_not)) return false;
   if (machine.IsCpu()) {
-    if (a.dtype == DType::kF64) {
-      *why_not = "the CPU's body has sums in float32";
-      return false;
-    }
+    *why_not = WhyNotFormats(kAllGatherAttentionCpuFormats, kAllFormats, a.dtype, a.dtype);
+    if (!why_not->empty()) return false;
     const KeyLayout layout = KeyLayout::Make(p, kCpuLogKeyChunk);
     *plan = Fields{{"workspace_bytes", layout.Workspace().TotalBytes()}};
     return true;
@@ -134,7 +132,9 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllGatherAttentionOp;
-const Op kAllGatherAttentionOp = {kAllGatherAttentionId, "all_gather_attention", kCpu,
-                                  JFLUX_IF_CUDA(kCuda), PlanAllGatherAttention};
+const Op kAllGatherAttentionOp = {
+    kAllGatherAttentionId, "all_gather_attention",        kCpu,
+    JFLUX_IF_CUDA(kCuda),  kAllGatherAttentionCpuFormats, kFlashAttentionFormats,
+    PlanAllGatherAttention};
 
 }  // namespace jflux

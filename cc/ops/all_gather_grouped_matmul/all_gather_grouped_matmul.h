@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <string>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/gathered_tiles.h"
 #include "core/layout.h"
 #include "core/signal.h"

@@ -197,7 +197,8 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllGatherGroupedMatmulOp;
-const Op kAllGatherGroupedMatmulOp = {kAllGatherGroupedMatmulId, "all_gather_grouped_matmul", kCpu,
-                                      JFLUX_IF_CUDA(kCuda), PlanAllGatherGroupedMatmul};
+const Op kAllGatherGroupedMatmulOp = {
+    kAllGatherGroupedMatmulId, "all_gather_grouped_matmul", kCpu, JFLUX_IF_CUDA(kCuda), kCpuFormats,
+    kGroupedFormats,           PlanAllGatherGroupedMatmul};
 
 }  // namespace jflux

@@ -10,7 +10,7 @@
 #include <string>
 
 #include "core/activation.h"
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/k_panel_layout.h"
 #include "core/layout.h"
 #include "core/rows.h"
@@ -96,24 +96,23 @@ bool AllGatherMatmulCpu(const AllGatherMatmulParams& params, const CpuTiling& ti
                         const AllGatherMatmulArrays& arrays, const SymmetricView& view,
                         uint64_t epoch, const WaitContext& ctx);
 
-inline constexpr char kWhatFitsAllGather[] =
-    "16-bit operands, results of their type or float32, and k and n that are multiples of 8";
-inline bool FitsKernel(const AllGatherMatmulParams& p) {
-  return SizeOf(p.dtype) == 2 && (p.out_dtype == p.dtype || p.out_dtype == DType::kF32) &&
-         p.k % 8 == 0 && p.n % 8 == 0;
+inline constexpr OpFormats kAllGatherMatmulFormats{kHalves, SetOf(DType::kF32)};
+inline std::string WhyNoKernel(const AllGatherMatmulParams& p, FormatSet machine = kWgmmaFormats) {
+  return WhyNotOperands(kAllGatherMatmulFormats, machine, p.dtype, p.out_dtype, p.k, p.n,
+                        p.transpose_rhs);
 }
 
 inline KPanelLayout CudaLayoutOf(const AllGatherMatmulParams& p) {
-  static_assert(KPanelLayout::kPanelRows == kGemmTileM && KPanelLayout::kColumns == kGemmTileK);
-  return KPanelLayout::Make(p.rows, p.k);
+  static_assert(KPanelLayout::kPanelRows == kGemmTileM);
+  return KPanelLayout::Make(p.rows, p.k * SizeOf(p.dtype));
 }
 
 inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, int64_t k,
-                                  const Machine& machine, bool transpose_rhs = false) {
-  const int64_t m = world * rows_per_rank;
-  if (m <= kGemmTileM) return ChooseFew(m, n, k, machine, kGatherSplits);
-  const GemmChoice c = ChooseGemm(world, rows_per_rank, n, k, machine,
-                                  Loading(kGatherCosts, k, n, transpose_rhs, world));
+                                  DType dtype, const Machine& machine, bool transpose_rhs = false) {
+  const int64_t m = world * rows_per_rank, k_bytes = k * SizeOf(dtype);
+  if (m <= kGemmTileM) return ChooseFew(m, n, k_bytes, machine, kGatherSplits);
+  const TileCosts costs = Loading(kGatherCosts, k_bytes, n * SizeOf(dtype), transpose_rhs, world);
+  const GemmChoice c = ChooseGemm(world, rows_per_rank, n, k_bytes, machine, costs);
   return GatherGroups(c, world, rows_per_rank, n, machine);
 }
 

@@ -25,15 +25,16 @@ bool PlanAllGatherMatmul(const Fields& fields, const Machine& machine, Fields* p
     *plan = CpuPlan(AllGatherLayout::Make(p, tiling.chunk_bytes).Workspace().TotalBytes());
     return true;
   }
-  if (!IsPlannable(call, FitsKernel(p), kWhatFitsAllGather, why_not)) return false;
+  if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine)), why_not)) return false;
   const int64_t rows = p.rows.Total();
+  const int64_t k_bytes = p.k * SizeOf(p.dtype), n_bytes = p.n * SizeOf(p.dtype);
   const int world = p.rows.world;
   const GemmChoice wanted = call.given.value_or(
-      ChooseAllGather(world, p.rows.PerRank(), p.n, p.k, machine, p.transpose_rhs));
+      ChooseAllGather(world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs));
   const GemmChoice choice =
-      gated ? ForGate(wanted, rows, p.n, p.k, machine,
-                      Loading(kGatherCosts, p.k, p.n / 2, p.transpose_rhs, world))
-            : FitSplits(wanted, rows, p.k, kGatherSplits);
+      gated ? ForGate(wanted, rows, p.n, k_bytes, machine,
+                      Loading(kGatherCosts, k_bytes, n_bytes / 2, p.transpose_rhs, world))
+            : FitSplits(wanted, rows, k_bytes, kGatherSplits);
   *plan =
       ProductPlan{choice, AllGatherSenders(p, machine), CudaLayoutOf(p).Workspace().TotalBytes()}
           .AsFields();
@@ -173,8 +174,8 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
   const auto plan = CudaPlanOf(a.product.choice, a.product.senders, call.workspace_bytes);
   // With no sender all CTAs would wait for rows for ever. A gate needs tiles of two halves whose k
   // one CTA computes.
-  if (!plan || !FitsKernel(*p) || plan->senders < 1 ||
-      !SharesK(plan->choice, p->rows.Total(), p->k, kGatherSplits) ||
+  if (!plan || !WhyNoKernel(*p).empty() || plan->senders < 1 ||
+      !SharesK(plan->choice, p->rows.Total(), p->k * SizeOf(p->dtype), kGatherSplits) ||
       (a.gated && (plan->choice.tile_n % 128 != 0 || plan->choice.splits != 1))) {
     return InvalidArgument("all_gather_matmul: no kernel for this plan");
   }
@@ -192,8 +193,13 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllGatherMatmulOp;
-const Op kAllGatherMatmulOp = {
-    kAllGatherMatmulId,   "all_gather_matmul", kCpu,
-    JFLUX_IF_CUDA(kCuda), PlanAllGatherMatmul, /*most_splits=*/kGatherSplits};
+const Op kAllGatherMatmulOp = {kAllGatherMatmulId,
+                               "all_gather_matmul",
+                               kCpu,
+                               JFLUX_IF_CUDA(kCuda),
+                               kCpuFormats,
+                               kAllGatherMatmulFormats,
+                               PlanAllGatherMatmul,
+                               /*most_splits=*/kGatherSplits};
 
 }  // namespace jflux

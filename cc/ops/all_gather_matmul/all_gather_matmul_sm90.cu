@@ -56,24 +56,25 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
     args.no_epilogue &= args.bias[i] == nullptr && args.sums_data[i] == nullptr;
   }
   const int box_rows = BoxRows(p.rows.Total());
-  args.a_bytes = box_rows * 64 * SizeOf(p.dtype);
+  args.a_bytes = box_rows * kBlockBytes;
   const int box_rows_sent =
       static_cast<int>(Min<int64_t>(p.rows.PerRank(), KPanelLayout::kBoxRows));
-  args.send_box_bytes = box_rows_sent * KPanelLayout::kRowBytes;
-  if (!EncodeTensorMap(&args.x, p.dtype, operands.x, {p.rows.PerRank(), p.k}, {p.k}, {box_rows, 64},
-                       error) ||
+  args.send_box_bytes = box_rows_sent * kBlockBytes;
+  const int block = BlockElements(p.dtype);
+  if (!EncodeTensorMap(&args.x, p.dtype, operands.x, {p.rows.PerRank(), p.k}, {p.k},
+                       {box_rows, block}, error) ||
       !EncodeTensorMap(&args.send_boxes, p.dtype, operands.x, {p.rows.PerRank(), p.k}, {p.k},
-                       {box_rows_sent, 64}, error, Boxes::kLinear) ||
+                       {box_rows_sent, block}, error, Boxes::kLinear) ||
       (operands.gathered != nullptr &&
        !EncodeTensorMap(&args.gathered_rows, p.dtype, operands.gathered, {p.rows.Total(), p.k},
-                        {p.k}, {KPanelLayout::kBoxRows, 64}, error, Boxes::kLinear))) {
+                        {p.k}, {KPanelLayout::kBoxRows, block}, error, Boxes::kLinear))) {
     return false;
   }
   for (int half = 0; half < 2; ++half) {
     if (!EncodeTensorMap(&args.workspace_maps[half], p.dtype,
                          view.At(view.rank, args.workspace.DataOffset(half)),
-                         {args.layout.RowOf(args.layout.row_blocks, 0), 64}, {64}, {box_rows, 64},
-                         error)) {
+                         {args.layout.RowOf(args.layout.row_blocks, 0), block}, {block},
+                         {box_rows, block}, error)) {
       return false;
     }
   }

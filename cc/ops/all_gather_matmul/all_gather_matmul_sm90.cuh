@@ -286,6 +286,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 }
 
 struct AllGatherMatmulInstances {
+  static constexpr OpFormats kFormats = kAllGatherMatmulFormats;
   static constexpr int kMostSplits = kGatherSplits;
   // Results go to this GPU's memory, which takes them at once.
   static constexpr bool kMayLendStage = true;

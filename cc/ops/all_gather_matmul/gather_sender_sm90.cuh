@@ -53,7 +53,7 @@ struct AllGatherMatmulArgs {
   CUtensorMap y[kMaxWeights];     // 16-bit types
   CUtensorMap sums[kMaxWeights];  // 16-bit types
   CUtensorMap send_boxes;         // local rows, as the send warp reads them
-  CUtensorMap workspace_maps[2];  // the halves' data as rows of 64 columns
+  CUtensorMap workspace_maps[2];  // the halves' data as rows of kBlockBytes
   CUtensorMap gathered_rows;      // `gathered`, to store boxes
   struct {
     int32_t m, n;
@@ -72,9 +72,8 @@ __device__ __forceinline__ Signal* ChunkSignal(const AllGatherMatmulArgs& args,
 __device__ __forceinline__ char* KPanelRow(const AllGatherMatmulArgs& args, const CallContext& call,
                                            int rank, int32_t row_block, int32_t k_panel,
                                            int32_t row) {
-  return args.view.At(rank,
-                      args.workspace.DataOffset(call.epoch) +
-                          (args.layout.RowOf(row_block, k_panel) + row) * KPanelLayout::kRowBytes);
+  return args.view.At(rank, args.workspace.DataOffset(call.epoch) +
+                                (args.layout.RowOf(row_block, k_panel) + row) * kBlockBytes);
 }
 
 template <typename Config>
@@ -87,7 +86,7 @@ struct GatherSender {
   static __device__ void Run(const Args& args, const CallContext& call,
                              const GemmSmem<Config>& smem) {
     static_assert(Config::kSendBoxes == KPanelLayout::kBoxes &&
-                  Config::kSendBoxBytes == KPanelLayout::kBoxRows * KPanelLayout::kRowBytes);
+                  Config::kSendBoxBytes == KPanelLayout::kBoxRows * kBlockBytes);
     Buffers buffers{smem};
     if (MaySend(args)) SendChunks<GatherSender>(args, call, buffers);
     if (args.gathered != nullptr) CopyChunks(args, call, buffers);
@@ -113,8 +112,8 @@ struct GatherSender {
     if (box.rows <= 0) return;
     const uint32_t bar = buffers.smem.SendBoxFull(i);
     ptx::MbarrierArriveExpectTx(bar, args.send_box_bytes);
-    ptx::TmaLoad2d(buffers.smem.SendBox(i), &args.send_boxes, bar,
-                   box.k_panel * KPanelLayout::kColumns, c.row + box.row);
+    ptx::TmaLoad2d(buffers.smem.SendBox(i), &args.send_boxes, bar, box.k_panel * Config::kTileK,
+                   c.row + box.row);
   }
   static __device__ void StoreBox(const Args& args, const CallContext& call, Buffers& buffers,
                                   const Chunk& c, int i) {
@@ -122,7 +121,7 @@ struct GatherSender {
     if (box.rows > 0) {
       ptx::BulkStore(
           KPanelRow(args, call, c.peer, c.row_block, box.k_panel, c.range.begin + box.row),
-          buffers.Await(i), box.rows * KPanelLayout::kRowBytes);
+          buffers.Await(i), box.rows * kBlockBytes);
     }
     ptx::BulkCommit();  // even if empty: BulkWait counts groups
   }
@@ -176,11 +175,11 @@ struct GatherSender {
       const auto box = args.layout.BoxOf(c.range, c.chunk, p);
       if (box.rows <= 0) continue;
       const uint32_t bar = buffers.smem.SendBoxFull(p);
-      ptx::MbarrierArriveExpectTx(bar, box.rows * KPanelLayout::kRowBytes);
+      ptx::MbarrierArriveExpectTx(bar, box.rows * kBlockBytes);
       ptx::BulkLoad(
           buffers.smem.SendBox(p),
           KPanelRow(args, call, args.view.rank, c.row_block, box.k_panel, c.range.begin + box.row),
-          box.rows * KPanelLayout::kRowBytes, bar);
+          box.rows * kBlockBytes, bar);
     }
     for (int p = 0; p < Config::kSendBoxes; ++p) {
       const auto box = args.layout.BoxOf(c.range, c.chunk, p);
@@ -194,7 +193,7 @@ struct GatherSender {
   // box is full and the actual rows are consecutive, else row by row.
   static __device__ void StoreGathered(const Args& args, uint32_t smem, int64_t row0,
                                        const KPanelLayout::Box& box) {
-    const int64_t k0 = static_cast<int64_t>(box.k_panel) * KPanelLayout::kColumns;
+    const int64_t k0 = static_cast<int64_t>(box.k_panel) * Config::kTileK;
     const int64_t actual = args.rows.Actual(row0);
     if (box.rows == KPanelLayout::kBoxRows &&
         args.rows.Actual(row0 + box.rows - 1) == actual + box.rows - 1) {
@@ -202,11 +201,12 @@ struct GatherSender {
                       static_cast<int32_t>(actual));
       return;
     }
-    const auto bytes = static_cast<uint32_t>(2 * Min<int64_t>(KPanelLayout::kColumns, args.k - k0));
+    constexpr int kSize = sizeof(typename Config::T);
+    const auto bytes = static_cast<uint32_t>(kSize * Min<int64_t>(Config::kTileK, args.k - k0));
     for (int r = 0; r < box.rows; ++r) {
       ptx::BulkStore(
-          static_cast<char*>(args.gathered) + 2 * (args.rows.Actual(row0 + r) * args.k + k0),
-          smem + r * KPanelLayout::kRowBytes, bytes);
+          static_cast<char*>(args.gathered) + kSize * (args.rows.Actual(row0 + r) * args.k + k0),
+          smem + r * kBlockBytes, bytes);
     }
   }
 };

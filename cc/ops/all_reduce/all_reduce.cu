@@ -75,8 +75,8 @@ struct Kernels {
 };
 
 Kernels KernelsOf(DType dtype) {
-  return WithNumbers(dtype, [](auto number) {
-    using T = decltype(number);
+  return WithFormat(dtype, [](auto format) {
+    using T = Number<format>;
     return Kernels{reinterpret_cast<const void*>(&AllReduceKernel<AllReduceBody<T>>),
                    reinterpret_cast<const void*>(&AllReduceKernel<ButterflyBody<T, 1>>),
                    reinterpret_cast<const void*>(&AllReduceChunkedKernel<T>),
@@ -127,16 +127,13 @@ bool LaunchChunked(const AllReduceParams& p, const AllReduceArrays& arrays, int6
 }  // namespace
 
 bool LoadAllReduceKernels(std::string* error) {
-  for (DType dtype : {DType::kF16, DType::kBF16, DType::kF32, DType::kF64}) {
+  return ForFormats(kAllReduceFormats.operands, [&](DType dtype) {
     const Kernels kernels = KernelsOf(dtype);
-    if (!LoadKernel(kernels.direct, 0, error) || !LoadKernel(kernels.butterfly, 0, error) ||
-        !LoadKernel(kernels.chunked, 0, error) ||
-        !LoadKernel(kernels.few_rows, kMostNormBytes, error) ||
-        !LoadKernel(kernels.many_rows, kMostNormBytes, error)) {
-      return false;
-    }
-  }
-  return true;
+    return LoadKernel(kernels.direct, 0, error) && LoadKernel(kernels.butterfly, 0, error) &&
+           LoadKernel(kernels.chunked, 0, error) &&
+           LoadKernel(kernels.few_rows, kMostNormBytes, error) &&
+           LoadKernel(kernels.many_rows, kMostNormBytes, error);
+  });
 }
 
 bool LaunchAllReduce(const AllReduceParams& p, const AllReduceArrays& arrays, int64_t site,

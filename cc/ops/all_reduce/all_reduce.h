@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <string>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/packet.h"
 #include "core/signal.h"
 #include "jflux/shmem.h"
@@ -19,6 +19,7 @@
 namespace jflux {
 
 inline constexpr OpId kAllReduceId{3};
+inline constexpr OpFormats kAllReduceFormats{kAllFormats};
 
 // Python reads their names from the op's constants (all_reduce_ffi.cc).
 enum class AllReduceAlgorithm : int32_t {

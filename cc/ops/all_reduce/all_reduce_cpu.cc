@@ -36,15 +36,13 @@ bool AllReduceCpu(const AllReduceParams& p, const AllReduceArrays& arrays,
                   const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
   if (p.algorithm == AllReduceAlgorithm::kChunked) {
     const auto run = [&](const shmem::Context& call) {
-      return WithNumbers(p.dtype, [&](auto number) {
-        return ChunkedBody<decltype(number)>{p, arrays, call}.Run();
-      });
+      return WithFormat(
+          p.dtype, [&](auto format) { return ChunkedBody<Number<format>>{p, arrays, call}.Run(); });
     };
     return shmem::internal::RunCall(view, p.Chunks().Workspace(), epoch, p.Signature(), ctx, run);
   }
   return RunPackets(p, view, epoch, ctx, [&](const PacketCall& call) {
-    return WithNumbers(p.dtype,
-                       [&](auto number) { return Run<decltype(number)>(p, arrays, call); });
+    return WithFormat(p.dtype, [&](auto format) { return Run<Number<format>>(p, arrays, call); });
   });
 }
 

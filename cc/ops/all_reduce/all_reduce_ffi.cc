@@ -21,7 +21,7 @@ bool PlanAllReduce(const Fields& fields, const Machine& machine, Fields* plan,
   AllReduceParams p{};
   p.world = static_cast<int32_t>(call.Get("world", 1, kMaxRanks));
   p.count = call.Get("count", 1, int64_t{1} << 40);
-  p.dtype = static_cast<DType>(call.Get("dtype", 0, 3));
+  p.dtype = call.GetFormat("dtype");
   p.width = call.Get("width", 0, p.count);
   const int64_t asked = call.Get("algorithm", -1, kAllReduceAlgorithms - 1);
   if (!call.Check(why_not)) return false;
@@ -177,7 +177,8 @@ constexpr Constant kConstants[] = {
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllReduceOp;
-const Op kAllReduceOp = {kAllReduceId,  "all_reduce",      kCpu,      JFLUX_IF_CUDA(kCuda),
-                         PlanAllReduce, /*most_splits=*/1, kConstants};
+const Op kAllReduceOp = {kAllReduceId,         "all_reduce",      kCpu,
+                         JFLUX_IF_CUDA(kCuda), kAllReduceFormats, kAllReduceFormats,
+                         PlanAllReduce,        /*most_splits=*/1, kConstants};
 
 }  // namespace jflux

@@ -27,7 +27,7 @@
 #include <cstdint>
 #include <string>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/layout.h"
 #include "core/rows.h"
 #include "core/shard_panels.h"
@@ -133,19 +133,18 @@ bool AllToAllMatmulCpu(const AllToAllMatmulParams& params, const AllToAllMatmulT
                        const AllToAllMatmulArrays& arrays, const SymmetricView& view,
                        uint64_t epoch, const WaitContext& ctx);
 
-// The rows of a tile must follow each other in x and in y.
-inline constexpr char kWhatFitsAllToAllMatmul[] =
-    "16-bit operands and results of one type, n and columns of a shard of x that are multiples of "
-    "8, and, with leading dimensions, shards whose rows are a multiple of 128";
-inline bool FitsKernel(const AllToAllMatmulParams& p) {
+// k: the columns of a shard of x.
+inline constexpr OpFormats kAllToAllMatmulFormats{kHalves};
+inline std::string WhyNoKernel(const AllToAllMatmulParams& p, FormatSet machine = kWgmmaFormats) {
   const bool strided = p.rows.outer > 1 && (p.split_rows || p.concat_rows);
-  return SizeOf(p.dtype) == 2 && p.out_dtype == p.dtype && p.k % 8 == 0 && p.n % 8 == 0 &&
-         (!strided || p.rows.inner % kGemmTileM == 0);
+  if (strided && p.rows.inner % kGemmTileM != 0) return kStraddlingTiles;
+  return WhyNotOperands(kAllToAllMatmulFormats, machine, p.dtype, p.out_dtype, p.k, p.n,
+                        p.transpose_rhs);
 }
 
 inline ShardPanels CudaLayoutOf(const AllToAllMatmulParams& p) {
-  static_assert(KPanelLayout::kPanelRows == kGemmTileM && KPanelLayout::kColumns == kGemmTileK);
-  return ShardPanels::Make(p.rows.world, p.rows.PerRank(), p.k);
+  static_assert(KPanelLayout::kPanelRows == kGemmTileM);
+  return ShardPanels::Make(p.rows.world, p.rows.PerRank(), p.k * SizeOf(p.dtype));
 }
 
 inline ShardTileOrder TileOrderOf(const AllToAllMatmulParams& p, const GemmChoice& c,
@@ -178,12 +177,13 @@ inline GemmChoice TermGroups(GemmChoice c, int world, int64_t rows, const Machin
 
 // rows, k: of a shard. If the all-to-all concatenates rows, each shard is rounded up to whole
 // tiles, and the estimate counts the rounded rows.
-inline GemmChoice ChooseAllToAllMatmul(int world, int64_t rows, int64_t k, int64_t n,
+inline GemmChoice ChooseAllToAllMatmul(int world, int64_t rows, int64_t k, int64_t n, DType dtype,
                                        bool concat_rows, const Machine& machine,
                                        bool transpose_rhs = false) {
-  const int64_t shards = concat_rows ? world : 1, sum = concat_rows ? k : world * k;
+  const int64_t k_bytes = k * SizeOf(dtype);
+  const int64_t shards = concat_rows ? world : 1, sum = concat_rows ? k_bytes : world * k_bytes;
   if (shards == 1 && rows <= kGemmTileM) return ChooseFew(rows, n, sum, machine, /*most=*/1);
-  const TileCosts costs = Loading(kGatherCosts, k, n, transpose_rhs, world);
+  const TileCosts costs = Loading(kGatherCosts, k_bytes, n * SizeOf(dtype), transpose_rhs, world);
   const auto cost = [&](const GemmChoice& c) {
     const int64_t m = shards * RoundUp<int64_t>(rows, kGemmTileM * c.cluster_m);
     return EstimateCost(c, m, n, sum, machine, costs, kExposed / machine.LinkShare());

@@ -31,10 +31,10 @@ bool PlanAllToAllMatmul(const Fields& fields, const Machine& machine, Fields* pl
     *plan = CpuPlan(layout.Workspace().TotalBytes());
     return true;
   }
-  if (!IsPlannable(call, FitsKernel(p), kWhatFitsAllToAllMatmul, why_not)) return false;
+  if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine)), why_not)) return false;
   const GemmChoice wanted = call.given.value_or(ChooseAllToAllMatmul(
-      p.rows.world, p.rows.PerRank(), p.k, p.n, p.concat_rows, machine, p.transpose_rhs));
-  const GemmChoice choice = FitSplits(wanted, p.RowsOfY(), p.KOfW(), /*most=*/1);
+      p.rows.world, p.rows.PerRank(), p.k, p.n, p.dtype, p.concat_rows, machine, p.transpose_rhs));
+  const GemmChoice choice = FitSplits(wanted, p.RowsOfY(), p.KOfW() * SizeOf(p.dtype), /*most=*/1);
   *plan = ProductPlan{choice, AllToAllMatmulSenders(p, machine),
                       CudaLayoutOf(p).Workspace().TotalBytes()}
               .AsFields();
@@ -143,7 +143,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
   const auto o = OperandsOf(a, x, w, *y, rest);
   if (!o) return InvalidArgument("all_to_all_matmul: operands do not fit");
   const auto plan = CudaPlanOf(a.product.choice, a.product.senders, call.workspace_bytes);
-  if (!plan || !FitsKernel(o->params) || plan->choice.splits != 1) {
+  if (!plan || !WhyNoKernel(o->params).empty() || plan->choice.splits != 1) {
     return InvalidArgument("all_to_all_matmul: no kernel for this plan");
   }
   return LaunchCudaCall(
@@ -161,7 +161,8 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllToAllMatmulOp;
-const Op kAllToAllMatmulOp = {kAllToAllMatmulId, "all_to_all_matmul", kCpu, JFLUX_IF_CUDA(kCuda),
+const Op kAllToAllMatmulOp = {kAllToAllMatmulId,    "all_to_all_matmul", kCpu,
+                              JFLUX_IF_CUDA(kCuda), kCpuFormats,         kAllToAllMatmulFormats,
                               PlanAllToAllMatmul};
 
 }  // namespace jflux

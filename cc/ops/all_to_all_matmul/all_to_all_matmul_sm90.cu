@@ -7,6 +7,7 @@ namespace jflux {
 namespace {
 
 struct Instances {
+  static constexpr OpFormats kFormats = kAllToAllMatmulFormats;
   static constexpr int kMostSplits = 1;
   // Results go to this GPU's memory, which takes them at once.
   static constexpr bool kMayLendStage = true;
@@ -35,12 +36,13 @@ bool EncodeShards(CUtensorMap* map, DType dtype, const void* data, const Rows& r
 bool EncodeTermOfW(CUtensorMap* map, const AllToAllMatmulParams& p, const void* w, int64_t first_k,
                    const GemmChoice& choice, std::string* error) {
   const auto* data = static_cast<const char*>(w);
+  const int block = BlockElements(p.dtype);
   if (p.transpose_rhs) {
     return EncodeTensorMap(map, p.dtype, data + first_k * SizeOf(p.dtype), {p.n, p.k}, {p.KOfW()},
-                           {choice.tile_n / choice.cluster_m, kGemmTileK}, error);
+                           {choice.tile_n / choice.cluster_m, block}, error);
   }
   return EncodeTensorMap(map, p.dtype, data + first_k * p.n * SizeOf(p.dtype), {p.k, p.n}, {p.n},
-                         {kGemmTileK / choice.cluster_m, 64}, error);
+                         {block / choice.cluster_m, block}, error);
 }
 
 }  // namespace
@@ -74,15 +76,15 @@ bool LaunchAllToAllMatmul(const AllToAllMatmulParams& p, const AllToAllMatmulArr
   args.senders = plan.senders;
   const int box_rows = BoxRows(rows);
   const int sent_rows = static_cast<int>(Min<int64_t>(rows, KPanelLayout::kBoxRows));
-  args.a_bytes = box_rows * KPanelLayout::kRowBytes;
-  args.send_box_bytes = sent_rows * KPanelLayout::kRowBytes;
-  if (!EncodeShards(&args.x, p.dtype, arrays.x, r, p.split_rows, p.k, box_rows, kGemmTileK,
+  args.a_bytes = box_rows * kBlockBytes;
+  args.send_box_bytes = sent_rows * kBlockBytes;
+  const int block = BlockElements(p.dtype);
+  if (!EncodeShards(&args.x, p.dtype, arrays.x, r, p.split_rows, p.k, box_rows, block,
                     Boxes::kSwizzled, error) ||
-      !EncodeShards(&args.send_boxes, p.dtype, arrays.x, r, p.split_rows, p.k, sent_rows,
-                    kGemmTileK, Boxes::kLinear, error) ||
-      (args.gathers &&
-       !EncodeShards(&args.gathered, p.dtype, arrays.gathered, r, p.concat_rows, p.k,
-                     KPanelLayout::kBoxRows, kGemmTileK, Boxes::kLinear, error)) ||
+      !EncodeShards(&args.send_boxes, p.dtype, arrays.x, r, p.split_rows, p.k, sent_rows, block,
+                    Boxes::kLinear, error) ||
+      (args.gathers && !EncodeShards(&args.gathered, p.dtype, arrays.gathered, r, p.concat_rows,
+                                     p.k, KPanelLayout::kBoxRows, block, Boxes::kLinear, error)) ||
       // y has shards only if rows are put together.
       !EncodeShards(&args.y, p.dtype, arrays.y, p.concat_rows ? r : Rows{1, 1, rows},
                     /*by_rows=*/true, p.n, 64, StoreColumns(choice), Boxes::kSwizzled, error)) {
@@ -93,10 +95,8 @@ bool LaunchAllToAllMatmul(const AllToAllMatmulParams& p, const AllToAllMatmulArr
   for (int half = 0; half < 2; ++half) {
     if (!EncodeTensorMap(&args.workspace_maps[half], p.dtype,
                          view.At(view.rank, args.workspace.DataOffset(half)),
-                         {1, 1, slot_rows, KPanelLayout::kColumns},
-                         {slot_rows * KPanelLayout::kColumns, slot_rows * KPanelLayout::kColumns,
-                          KPanelLayout::kColumns},
-                         {1, 1, box_rows, KPanelLayout::kColumns}, error)) {
+                         {1, 1, slot_rows, block}, {slot_rows * block, slot_rows * block, block},
+                         {1, 1, box_rows, block}, error)) {
       return false;
     }
   }

@@ -61,7 +61,7 @@ struct AllToAllMatmulArgs {
   CUtensorMap x;             // the local shard, as the main loop reads it
   CUtensorMap w[kMaxRanks];  // the rows of w of each term
   CUtensorMap y;
-  CUtensorMap workspace_maps[2];  // the halves' data as rows of 64 columns; 4-d
+  CUtensorMap workspace_maps[2];  // the halves' data as rows of kBlockBytes; 4-d
   CUtensorMap send_boxes;         // x, as the send warp reads it
   CUtensorMap gathered;           // to store boxes
 };
@@ -78,9 +78,8 @@ __device__ __forceinline__ Signal* ShardSignal(const AllToAllMatmulArgs& args,
 __device__ __forceinline__ char* ShardPanelRow(const AllToAllMatmulArgs& args,
                                                const CallContext& call, int rank, int step,
                                                int32_t row_block, int32_t k_panel, int32_t row) {
-  return args.view.At(
-      rank, args.workspace.DataOffset(call.epoch) +
-                (args.panels.RowOf(step, row_block, k_panel) + row) * KPanelLayout::kRowBytes);
+  return args.view.At(rank, args.workspace.DataOffset(call.epoch) +
+                                (args.panels.RowOf(step, row_block, k_panel) + row) * kBlockBytes);
 }
 __device__ __forceinline__ int SourceRank(const AllToAllMatmulArgs& args, int step) {
   return static_cast<int>(Remainder(args.view.rank + step, args.view.world));
@@ -111,7 +110,7 @@ struct ShardSender {
   static __device__ void Run(const Args& args, const CallContext& call,
                              const GemmSmem<Config>& smem) {
     static_assert(Config::kSendBoxes == KPanelLayout::kBoxes &&
-                  Config::kSendBoxBytes == KPanelLayout::kBoxRows * KPanelLayout::kRowBytes);
+                  Config::kSendBoxBytes == KPanelLayout::kBoxRows * kBlockBytes);
     Buffers buffers{smem};
     if (MaySend(args)) SendChunks<ShardSender>(args, call, buffers);
     if (args.gathers) CopyChunks(args, call, buffers);
@@ -137,15 +136,15 @@ struct ShardSender {
     const uint32_t bar = buffers.smem.SendBoxFull(i);
     const RowAt at = RowOf(args, c.row_block * KPanelLayout::kPanelRows + box.row, args.split_rows);
     ptx::MbarrierArriveExpectTx(bar, args.send_box_bytes);
-    ptx::TmaLoad4d(buffers.smem.SendBox(i), &args.send_boxes, bar,
-                   box.k_panel * KPanelLayout::kColumns, at.inner, at.outer, c.dst);
+    ptx::TmaLoad4d(buffers.smem.SendBox(i), &args.send_boxes, bar, box.k_panel * Config::kTileK,
+                   at.inner, at.outer, c.dst);
   }
   static __device__ void StoreBox(const Args& args, const CallContext& call, Buffers& buffers,
                                   const Chunk& c, int i) {
     const auto box = args.panels.shard.BoxOf(c.range, c.chunk, i);
     if (box.rows > 0) {
       ptx::BulkStore(ShardPanelRow(args, call, c.dst, c.step, c.row_block, box.k_panel, box.row),
-                     buffers.Await(i), box.rows * KPanelLayout::kRowBytes);
+                     buffers.Await(i), box.rows * kBlockBytes);
     }
     ptx::BulkCommit();  // even if empty: BulkWait counts groups
   }
@@ -186,7 +185,7 @@ struct ShardSender {
       }
       const auto box = args.panels.shard.BoxOf(c.range, c.chunk, i);
       if (box.rows <= 0) continue;
-      const uint32_t bytes = box.rows * KPanelLayout::kRowBytes, bar = buffers.smem.SendBoxFull(i);
+      const uint32_t bytes = box.rows * kBlockBytes, bar = buffers.smem.SendBoxFull(i);
       ptx::MbarrierArriveExpectTx(bar, bytes);
       ptx::BulkLoad(buffers.smem.SendBox(i),
                     ShardPanelRow(args, call, rank, c.step, c.row_block, box.k_panel, box.row),
@@ -198,8 +197,8 @@ struct ShardSender {
       if (box.rows <= 0) continue;
       const RowAt at =
           RowOf(args, c.row_block * KPanelLayout::kPanelRows + box.row, args.concat_rows);
-      ptx::TmaStore4d(&args.gathered, buffers.Await(i), box.k_panel * KPanelLayout::kColumns,
-                      at.inner, at.outer, src);
+      ptx::TmaStore4d(&args.gathered, buffers.Await(i), box.k_panel * Config::kTileK, at.inner,
+                      at.outer, src);
       ptx::BulkCommit();
     }
     call.Done(EventKind::kCopy, start, src, c.chunk);

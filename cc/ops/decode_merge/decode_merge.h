@@ -15,7 +15,7 @@
 #include <cstdint>
 #include <string>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/packet.h"
 #include "core/signal.h"
 #include "runtime/cuda_device.h"
@@ -23,6 +23,7 @@
 namespace jflux {
 
 inline constexpr OpId kDecodeMergeId{15};
+inline constexpr OpFormats kDecodeMergeFormats{SetOf(DType::kF32)};
 
 struct DecodeMergeParams {
   int32_t world;

@@ -88,7 +88,8 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 
 // Listed in cc/ops/registry.cc.
 extern const Op kDecodeMergeOp;
-const Op kDecodeMergeOp = {kDecodeMergeId, "decode_merge", kCpu, JFLUX_IF_CUDA(kCuda),
+const Op kDecodeMergeOp = {kDecodeMergeId,       "decode_merge",      kCpu,
+                           JFLUX_IF_CUDA(kCuda), kDecodeMergeFormats, kDecodeMergeFormats,
                            PlanDecodeMerge};
 
 }  // namespace jflux

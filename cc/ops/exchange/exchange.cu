@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm)
 }
 
 const void* KernelOf(DType dtype, bool chunked) {
-  return WithNumbers(dtype, [&](auto number) {
-    using T = decltype(number);
+  return WithFormat(dtype, [&](auto format) {
+    using T = Number<format>;
     return chunked ? reinterpret_cast<const void*>(&ExchangeChunkedKernel<T>)
                    : reinterpret_cast<const void*>(&ExchangeKernel<T>);
   });
@@ -69,12 +69,10 @@ bool LaunchChunked(const ExchangeParams& p, const ExchangeArrays& arrays, int64_
 }  // namespace
 
 bool LoadExchangeKernels(std::string* error) {
-  for (DType dtype : {DType::kF16, DType::kBF16, DType::kF32, DType::kF64}) {
-    for (bool chunked : {false, true}) {
-      if (!LoadKernel(KernelOf(dtype, chunked), 0, error)) return false;
-    }
-  }
-  return true;
+  return ForFormats(kExchangeFormats.operands, [&](DType dtype) {
+    return LoadKernel(KernelOf(dtype, false), 0, error) &&
+           LoadKernel(KernelOf(dtype, true), 0, error);
+  });
 }
 
 bool LaunchExchange(const ExchangeParams& p, const ExchangeArrays& arrays, int64_t site,

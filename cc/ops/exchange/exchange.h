@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <string>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/packet.h"
 #include "core/signal.h"
 #include "core/units.h"
@@ -23,6 +23,7 @@
 namespace jflux {
 
 inline constexpr OpId kAllGatherId{4}, kAllToAllId{5}, kReduceScatterId{6};
+inline constexpr OpFormats kExchangeFormats{kAllFormats};  // of reduce_scatter
 
 // Chunked: a rank has a slot for the shard from each peer. The shard arrives in chunks of
 // chunk_bytes (sizes as in ops/all_reduce/all_reduce.h), each with a signal.

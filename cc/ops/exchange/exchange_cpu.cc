@@ -8,15 +8,15 @@ bool ExchangeCpu(const ExchangeParams& p, const ExchangeArrays& arrays, const Sy
                  uint64_t epoch, const WaitContext& ctx) {
   if (p.chunked) {
     const auto run = [&](const shmem::Context& call) {
-      return WithNumbers(p.dtype, [&](auto number) {
-        return ChunkedExchangeBody<decltype(number)>{p, arrays, call}.Run();
+      return WithFormat(p.dtype, [&](auto format) {
+        return ChunkedExchangeBody<Number<format>>{p, arrays, call}.Run();
       });
     };
     return shmem::internal::RunCall(view, p.Slots().Workspace(), epoch, p.Signature(), ctx, run);
   }
   return RunPackets(p, view, epoch, ctx, [&](const PacketCall& call) {
-    return WithNumbers(p.dtype, [&](auto number) {
-      return ExchangeBody<decltype(number)>{p, arrays, call}.Run(0, 1);
+    return WithFormat(p.dtype, [&](auto format) {
+      return ExchangeBody<Number<format>>{p, arrays, call}.Run(0, 1);
     });
   });
 }

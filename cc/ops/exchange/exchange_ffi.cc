@@ -122,10 +122,11 @@ XLA_FFI_DEFINE_HANDLER(kReduceScatterCuda, Cuda<kReduceScatterId>, Bindings(Bind
 // Listed in cc/ops/registry.cc.
 extern const Op kAllGatherOp, kAllToAllOp, kReduceScatterOp;
 const Op kAllGatherOp = {kAllGatherId, "all_gather", kAllGatherCpu, JFLUX_IF_CUDA(kAllGatherCuda),
-                         PlanExchange};
+                         kMovesBytes,  kMovesBytes,  PlanExchange};
 const Op kAllToAllOp = {kAllToAllId, "all_to_all", kAllToAllCpu, JFLUX_IF_CUDA(kAllToAllCuda),
-                        PlanExchange};
-const Op kReduceScatterOp = {kReduceScatterId, "reduce_scatter", kReduceScatterCpu,
-                             JFLUX_IF_CUDA(kReduceScatterCuda), PlanExchange};
+                        kMovesBytes, kMovesBytes,  PlanExchange};
+const Op kReduceScatterOp = {
+    kReduceScatterId, "reduce_scatter", kReduceScatterCpu, JFLUX_IF_CUDA(kReduceScatterCuda),
+    kExchangeFormats, kExchangeFormats, PlanExchange};
 
 }  // namespace jflux

@@ -31,13 +31,15 @@
 #include <cstdint>
 #include <string>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/platform.h"
+#include "core/signal.h"
 #include "runtime/cuda_device.h"
 
 namespace jflux {
 
 inline constexpr OpId kFlashAttentionId{40}, kFlashAttentionBackwardId{41};
+inline constexpr OpFormats kFlashAttentionFormats{kHalves, SetOf(DType::kF32)};
 
 // Which results a kernel computes: out, dk and dv, or dq.
 enum class AttentionPass : int32_t { kForward, kDkv, kDq };

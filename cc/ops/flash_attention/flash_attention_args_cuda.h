@@ -78,8 +78,8 @@ bool ForInstances(F&& visit) {
 
 template <typename Kernels, typename F>
 bool ForInstancesOf(DType dtype, F&& visit) {
-  return dtype == DType::kF16 ? ForInstances<Kernels, __half>(visit)
-                              : ForInstances<Kernels, __nv_bfloat16>(visit);
+  return WithFormat<kFlashAttentionFormats.operands>(
+      dtype, [&](auto format) { return ForInstances<Kernels, CudaType<format>>(visit); });
 }
 
 template <typename Kernels>
@@ -87,8 +87,8 @@ bool Load(std::string* error) {
   const auto fails = [&](int, bool, const Instance& instance) {
     return !LoadKernel(instance.kernel, instance.smem_bytes, error);
   };
-  return !ForInstancesOf<Kernels>(DType::kF16, fails) &&
-         !ForInstancesOf<Kernels>(DType::kBF16, fails);
+  return ForFormats(kFlashAttentionFormats.operands,
+                    [&](DType dtype) { return !ForInstancesOf<Kernels>(dtype, fails); });
 }
 
 // `args`: the arguments of Kernels, whose attention::Args SetArgs has set.
@@ -108,10 +108,8 @@ bool LaunchInstance(const FlashAttentionParams& p, void* args, int ctas, cudaStr
 template <typename Kernels>
 bool Launch(const FlashAttentionParams& p, const FlashAttentionArrays& arrays, cudaStream_t stream,
             std::string* error) {
-  if (p.dtype != DType::kF16 && p.dtype != DType::kBF16) {
-    *error = "the kernels take float16 and bfloat16";
-    return false;
-  }
+  *error = WhyNotFormats(kFlashAttentionFormats, kWgmmaFormats, p.dtype, p.dtype);
+  if (!error->empty()) return false;
   const int width = WidthFor(p.width);
   if (width == 0) {
     *error = "the kernels take heads of a multiple of 8 elements, up to 256";

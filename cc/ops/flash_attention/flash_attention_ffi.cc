@@ -59,9 +59,10 @@ XLA_FFI_DEFINE_HANDLER(kBackward, Backward, BindLocalCuda().RemainingArgs().Rema
 
 // Listed in cc/ops/registry.cc.
 extern const Op kFlashAttentionOp, kFlashAttentionBackwardOp;
-const Op kFlashAttentionOp = {kFlashAttentionId, "flash_attention", /*cpu=*/nullptr,
-                              JFLUX_IF_CUDA(kForward)};
-const Op kFlashAttentionBackwardOp = {kFlashAttentionBackwardId, "flash_attention_backward",
-                                      /*cpu=*/nullptr, JFLUX_IF_CUDA(kBackward)};
+const Op kFlashAttentionOp = {kFlashAttentionId,       "flash_attention", /*cpu=*/nullptr,
+                              JFLUX_IF_CUDA(kForward), OpFormats{},       kFlashAttentionFormats};
+const Op kFlashAttentionBackwardOp = {
+    kFlashAttentionBackwardId, "flash_attention_backward",
+    /*cpu=*/nullptr,           JFLUX_IF_CUDA(kBackward),   OpFormats{}, kFlashAttentionFormats};
 
 }  // namespace jflux

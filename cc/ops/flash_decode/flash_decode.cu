@@ -1,6 +1,6 @@
 // flash_decode on GPUs. The cache is read once, by warps that know nothing of each other:
 //
-//   unit    a warp's work: up to 16 heads of queries that share a head of the cache, over one of
+//   item    a warp's work: up to 16 heads of queries that share a head of the cache, over one of
 //           `splits` consecutive parts of their sequence's range
 //   tile    16 positions of keys and of values. Each warp has a ring of kStages tiles in shared
 //           memory, which it fills by cp.async, kStages - 1 tiles ahead
@@ -64,30 +64,30 @@ __device__ float Cap(float x, float softcap) {
 }
 
 // A warp's work.
-struct Unit {
+struct Item {
   int32_t sequence, group, block, split;
   int32_t begin, end;  // positions of this rank's part
   bool is_wrong;       // the sequence's length; then there are none
 
-  static __device__ Unit Of(const FlashDecodeArgs& args, int64_t number) {
-    Unit u;  // heads of the cache that lie beside each other are read at the same time
-    u.group = static_cast<int32_t>(number % args.groups);
+  static __device__ Item Of(const FlashDecodeArgs& args, int64_t number) {
+    Item item;  // heads of the cache that lie beside each other are read at the same time
+    item.group = static_cast<int32_t>(number % args.groups);
     number /= args.groups;
-    u.block = static_cast<int32_t>(number % args.blocks);
+    item.block = static_cast<int32_t>(number % args.blocks);
     number /= args.blocks;
-    u.sequence = static_cast<int32_t>(number % args.batch);
-    u.split = static_cast<int32_t>(number / args.batch);
-    const DecodeBounds bounds = args.arrays.bounds[u.sequence];
-    u.is_wrong = !bounds.HasLength(args.capacity);
+    item.sequence = static_cast<int32_t>(number % args.batch);
+    item.split = static_cast<int32_t>(number / args.batch);
+    const DecodeBounds bounds = args.arrays.bounds[item.sequence];
+    item.is_wrong = !bounds.HasLength(args.capacity);
     const int32_t first = Max(bounds.first, bounds.origin) - bounds.origin;
     // Any number may be a wrong length: unsigned, since the difference may not fit.
     const uint32_t to_end = Min(bounds.end, bounds.origin + args.positions);
     const int32_t last = static_cast<int32_t>(to_end - static_cast<uint32_t>(bounds.origin));
-    const int32_t end = u.is_wrong ? first : Max(last, first);
+    const int32_t end = item.is_wrong ? first : Max(last, first);
     const int32_t each = CeilDiv(CeilDiv(end - first, args.splits), kTile) * kTile;
-    u.begin = first + Min(u.split * each, end - first);
-    u.end = Min(u.begin + each, end);
-    return u;
+    item.begin = first + Min(item.split * each, end - first);
+    item.end = Min(item.begin + each, end);
+    return item;
   }
 };
 
@@ -107,28 +107,28 @@ __device__ void ReportPage(const FlashDecodeArgs& args, int32_t sequence, int32_
 
 // The first element of a position's row in the cache; -1 if there is none.
 template <int D, bool kReports = false>
-__device__ int64_t RowOf(const FlashDecodeArgs& args, const Unit& u, int32_t position) {
-  if (position >= u.end) return -1;
-  int64_t row = static_cast<int64_t>(u.sequence) * args.positions + position;
+__device__ int64_t RowOf(const FlashDecodeArgs& args, const Item& item, int32_t position) {
+  if (position >= item.end) return -1;
+  int64_t row = static_cast<int64_t>(item.sequence) * args.positions + position;
   if (args.arrays.block_table != nullptr) {
     const int32_t entry = position / args.page_size;
     const int32_t page =
-        __ldg(args.arrays.block_table + static_cast<int64_t>(u.sequence) * args.entries + entry);
+        __ldg(args.arrays.block_table + static_cast<int64_t>(item.sequence) * args.entries + entry);
     if (page < 0 || page >= args.pages) {
-      if (kReports && page != -1) ReportPage(args, u.sequence, entry, page);
+      if (kReports && page != -1) ReportPage(args, item.sequence, entry, page);
       return -1;
     }
     row = static_cast<int64_t>(page) * args.page_size + (position - entry * args.page_size);
   }
-  return (row * args.groups + u.group) * D;
+  return (row * args.groups + item.group) * D;
 }
 
 template <typename T, int D>
-__device__ void LoadTile(const FlashDecodeArgs& args, const Unit& u, int32_t first,
+__device__ void LoadTile(const FlashDecodeArgs& args, const Item& item, int32_t first,
                          uint32_t smem_k) {
   using S = Shape<D>;
   const int lane = threadIdx.x % 32;
-  const int64_t row_of_lane = RowOf<D, /*kReports=*/true>(args, u, first + lane % kTile);
+  const int64_t row_of_lane = RowOf<D, /*kReports=*/true>(args, item, first + lane % kTile);
   const auto* k = static_cast<const T*>(args.arrays.k);
   const auto* v = static_cast<const T*>(args.arrays.v);
 #pragma unroll
@@ -151,7 +151,7 @@ struct Running {
 };
 
 template <typename T, int D>
-__device__ void AttendToTile(const FlashDecodeArgs& args, const Unit& u, int32_t first,
+__device__ void AttendToTile(const FlashDecodeArgs& args, const Item& item, int32_t first,
                              uint32_t smem_q,
                              const uint32_t (&q)[Shape<D>::kKeepsQ ? D / 16 : 1][4],
                              uint32_t smem_k, Running<D>& run) {
@@ -174,7 +174,7 @@ __device__ void AttendToTile(const FlashDecodeArgs& args, const Unit& u, int32_t
     ptx::Multiply16x8<T>(s[0], a, keys[0], keys[1]);
     ptx::Multiply16x8<T>(s[1], a, keys[2], keys[3]);
   }
-  const uint32_t there = __ballot_sync(0xffffffff, RowOf<D>(args, u, first + lane % kTile) >= 0);
+  const uint32_t there = __ballot_sync(0xffffffff, RowOf<D>(args, item, first + lane % kTile) >= 0);
   float highest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
@@ -229,16 +229,16 @@ __device__ void AttendToTile(const FlashDecodeArgs& args, const Unit& u, int32_t
 }
 
 template <typename T, int D>
-__device__ void LoadQueries(const FlashDecodeArgs& args, const Unit& u, uint32_t smem_q) {
+__device__ void LoadQueries(const FlashDecodeArgs& args, const Item& item, uint32_t smem_q) {
   using S = Shape<D>;
   const int lane = threadIdx.x % 32, shared = args.heads / args.groups;
   const auto* q = static_cast<const T*>(args.arrays.q);
 #pragma unroll
   for (int i = 0; i < kTile * S::kVectors / 32; ++i) {
     const int row = (32 * i + lane) / S::kVectors, vector = (32 * i + lane) % S::kVectors;
-    const int of_group = kTile * u.block + row;
+    const int of_group = kTile * item.block + row;
     const int64_t head =
-        static_cast<int64_t>(u.sequence) * args.heads + u.group * shared + of_group;
+        static_cast<int64_t>(item.sequence) * args.heads + item.group * shared + of_group;
     const bool is_there = of_group < shared;
     ptx::CopyAsync16(smem_q + S::At(row, vector), q + (is_there ? head * D + 8 * vector : 0),
                      is_there ? 16 : 0);
@@ -246,7 +246,7 @@ __device__ void LoadQueries(const FlashDecodeArgs& args, const Unit& u, uint32_t
 }
 
 template <int D>
-__device__ void Store(const FlashDecodeArgs& args, const Unit& u, const Running<D>& run) {
+__device__ void Store(const FlashDecodeArgs& args, const Item& item, const Running<D>& run) {
   const int lane = threadIdx.x % 32, shared = args.heads / args.groups;
   float* to = args.splits == 1 ? args.arrays.out : args.arrays.parts;
 #pragma unroll
@@ -254,10 +254,10 @@ __device__ void Store(const FlashDecodeArgs& args, const Unit& u, const Running<
     float total = run.total[h];
     total += __shfl_xor_sync(0xffffffff, total, 1);
     total += __shfl_xor_sync(0xffffffff, total, 2);
-    const int of_group = kTile * u.block + lane / 4 + 8 * h;
+    const int of_group = kTile * item.block + lane / 4 + 8 * h;
     if (of_group >= shared) continue;
-    const int64_t sequence = static_cast<int64_t>(u.split) * args.batch + u.sequence;
-    float* row = to + (sequence * args.heads + u.group * shared + of_group) * (D + 1);
+    const int64_t sequence = static_cast<int64_t>(item.split) * args.batch + item.sequence;
+    float* row = to + (sequence * args.heads + item.group * shared + of_group) * (D + 1);
     const bool any = run.highest[h] > -INFINITY || total != 0;  // NaN counts
     const float factor = any ? 1.0f / total : 0.0f;
 #pragma unroll
@@ -277,22 +277,23 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t number = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
   if (number >= static_cast<int64_t>(args.splits) * args.batch * args.blocks * args.groups) return;
-  const Unit u = Unit::Of(args, number);
-  if (u.is_wrong && u.group + u.block + u.split + lane == 0) ReportLength(args, u.sequence);
+  const Item item = Item::Of(args, number);
+  if (item.is_wrong && item.group + item.block + item.split + lane == 0)
+    ReportLength(args, item.sequence);
   const auto smem_q =
       static_cast<uint32_t>(__cvta_generic_to_shared(storage + warp * S::kWarpBytes));
   const auto stage_at = [&](int stage) { return smem_q + (1 + 2 * stage) * S::kTileBytes; };
-  const int32_t tiles = CeilDiv(u.end - u.begin, kTile);
+  const int32_t tiles = CeilDiv(item.end - item.begin, kTile);
 
-  if (tiles > 0) LoadQueries<T, D>(args, u, smem_q);  // in the first tile's group of copies
+  if (tiles > 0) LoadQueries<T, D>(args, item, smem_q);  // in the first tile's group of copies
 #pragma unroll
   for (int stage = 0; stage < S::kStages - 1; ++stage) {
-    if (stage < tiles) LoadTile<T, D>(args, u, u.begin + stage * kTile, stage_at(stage));
+    if (stage < tiles) LoadTile<T, D>(args, item, item.begin + stage * kTile, stage_at(stage));
     ptx::CopyAsyncCommit();
   }
   Running<D> run{};
   run.highest[0] = run.highest[1] = -INFINITY;
-  run.total[0] = run.total[1] = u.is_wrong ? NAN : 0.0f;
+  run.total[0] = run.total[1] = item.is_wrong ? NAN : 0.0f;
   uint32_t q[S::kKeepsQ ? D / 16 : 1][4]{};
   int stage = 0, next = S::kStages - 1;
   for (int32_t tile = 0; tile < tiles; ++tile) {
@@ -307,13 +308,13 @@ __global__ void __launch_bounds__(32 * kWarps)
       }
     }
     const int32_t ahead = tile + S::kStages - 1;
-    if (ahead < tiles) LoadTile<T, D>(args, u, u.begin + ahead * kTile, stage_at(next));
+    if (ahead < tiles) LoadTile<T, D>(args, item, item.begin + ahead * kTile, stage_at(next));
     ptx::CopyAsyncCommit();
-    AttendToTile<T, D>(args, u, u.begin + tile * kTile, smem_q, q, stage_at(stage), run);
+    AttendToTile<T, D>(args, item, item.begin + tile * kTile, smem_q, q, stage_at(stage), run);
     stage = stage + 1 == S::kStages ? 0 : stage + 1;
     next = next + 1 == S::kStages ? 0 : next + 1;
   }
-  Store<D>(args, u, run);
+  Store<D>(args, item, run);
 }
 
 // One CTA merges the parts of one head of queries: [splits][B H][D + 1] -> [B H][D + 1].
@@ -367,25 +368,29 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
   if (threadIdx.x == 0) out[D] = any ? highest + logf(total) : -INFINITY;
 }
 
-template <typename T, int D>
-const void* Kernel() {
-  return reinterpret_cast<const void*>(&FlashDecodeKernel<T, D>);
+template <int D>
+const void* KernelOf(DType dtype) {
+  return WithFormat<kFlashDecodeFormats.operands>(dtype, [](auto format) {
+    return reinterpret_cast<const void*>(&FlashDecodeKernel<CudaType<format>, D>);
+  });
 }
 
 template <int D>
 bool LoadFor(std::string* error) {
-  return LoadKernel(Kernel<__half, D>(), Shape<D>::kSmemBytes, error) &&
-         LoadKernel(Kernel<__nv_bfloat16, D>(), Shape<D>::kSmemBytes, error) &&
+  return ForFormats(kFlashDecodeFormats.operands,
+                    [&](DType dtype) {
+                      return LoadKernel(KernelOf<D>(dtype), Shape<D>::kSmemBytes, error);
+                    }) &&
          LoadKernel(reinterpret_cast<const void*>(&MergePartsKernel<D>), 0, error);
 }
 
 template <int D>
 bool LaunchFor(const FlashDecodeParams& p, FlashDecodeArgs& args, cudaStream_t stream,
                std::string* error) {
-  const int64_t units = static_cast<int64_t>(args.splits) * args.batch * args.blocks * args.groups;
-  const void* kernel = p.dtype == DType::kF16 ? Kernel<__half, D>() : Kernel<__nv_bfloat16, D>();
-  return LaunchKernel(kernel, &args, static_cast<int>(CeilDiv<int64_t>(units, kWarps)), 1,
-                      32 * kWarps, Shape<D>::kSmemBytes, stream, error) &&
+  const int64_t items = static_cast<int64_t>(args.splits) * args.batch * args.blocks * args.groups;
+  return LaunchKernel(KernelOf<D>(p.dtype), &args,
+                      static_cast<int>(CeilDiv<int64_t>(items, kWarps)), 1, 32 * kWarps,
+                      Shape<D>::kSmemBytes, stream, error) &&
          (args.splits == 1 ||
           LaunchKernel(reinterpret_cast<const void*>(&MergePartsKernel<D>), &args,
                        args.batch * args.heads, 1, 32 * kMergeWarps, 0, stream, error));
@@ -399,10 +404,8 @@ bool LoadFlashDecodeKernels(std::string* error) {
 
 bool LaunchFlashDecode(const FlashDecodeParams& p, const FlashDecodeArrays& arrays,
                        DeviceState* state, cudaStream_t stream, std::string* error) {
-  if (p.dtype != DType::kF16 && p.dtype != DType::kBF16) {
-    *error = "the kernel takes float16 and bfloat16";
-    return false;
-  }
+  *error = WhyNotFormats(kFlashDecodeFormats, kMmaFormats, p.dtype, p.dtype);
+  if (!error->empty()) return false;
   if (p.splits * p.batch * p.heads > INT32_MAX) {
     *error = "too many parts of heads";
     return false;

@@ -24,14 +24,16 @@
 #include <cstdint>
 #include <string>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/platform.h"
+#include "core/signal.h"
 #include "gpu/device_state.h"
 #include "runtime/cuda_device.h"
 
 namespace jflux {
 
 inline constexpr OpId kFlashDecodeId{37};
+inline constexpr OpFormats kFlashDecodeFormats{kHalves};
 
 struct DecodeBounds {
   int32_t first, end, origin;

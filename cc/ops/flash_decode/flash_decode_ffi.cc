@@ -162,6 +162,7 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, BindLocalCuda().RemainingArgs().RemainingRet
 
 // Listed in cc/ops/registry.cc.
 extern const Op kFlashDecodeOp;
-const Op kFlashDecodeOp = {kFlashDecodeId, "flash_decode", kCheckOnCpu, JFLUX_IF_CUDA(kCuda)};
+const Op kFlashDecodeOp = {kFlashDecodeId,       "flash_decode", kCheckOnCpu,
+                           JFLUX_IF_CUDA(kCuda), OpFormats{},    kFlashDecodeFormats};
 
 }  // namespace jflux

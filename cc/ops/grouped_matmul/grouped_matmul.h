@@ -19,13 +19,15 @@
 #include <string>
 
 #include "core/activation.h"
-#include "core/dtype.h"
+#include "core/format.h"
+#include "core/signal.h"
 #include "gpu/gemm_choice.h"
 #include "runtime/cuda_device.h"
 
 namespace jflux {
 
 inline constexpr OpId kGroupedMatmulId{32}, kGroupedMatmulDwId{33};
+inline constexpr OpFormats kGroupedFormats{kHalves, SetOf(DType::kF32)};
 
 // The compiled GPU kernel to run; all 0: the kernel that the heuristic takes.
 struct TileChoice {
@@ -93,7 +95,7 @@ void GroupedMatmulCpu(const GroupedMatmulParams& params, const GroupedMatmulArra
 void GroupedMatmulDwCpu(const GroupedMatmulDwParams& params, const GroupedMatmulDwArrays& arrays);
 
 // The configurations that both grouped kernels have. A gate takes half of a tile's columns for each
-// weight, in boxes of 64.
+// weight, in boxes of 128 bytes.
 inline constexpr GemmChoice kGroupedCompiled[] = {
     {256, 2, 8}, {256, 1, 16}, {192, 1, 16}, {128, 1, 16}};
 
@@ -129,24 +131,24 @@ inline bool HasFewRows(int64_t m, int64_t groups) { return m <= 64 * groups; }
 // most at once. On one H100 this choice was 0.9 % slower than the fastest kernel on average over 48
 // products of six shapes (docs/experiments/0036).
 inline double EstimateGroupedCost(const GemmChoice& c, int64_t m, int64_t groups, int64_t tile_rows,
-                                  int64_t n, int64_t k, const Machine& machine) {
+                                  int64_t n, int64_t k_bytes, const Machine& machine) {
   if (HasFewRows(m, groups)) return c.tile_n == 256 && c.cluster_m == 1 ? 0 : 1;
-  return EstimateCost(c, tile_rows, n, k, machine) * (c.cluster_m == 2 ? 0.957 : 1);
+  return EstimateCost(c, tile_rows, n, k_bytes, machine) * (c.cluster_m == 2 ? 0.957 : 1);
 }
 
 inline GemmChoice ChooseGrouped(const GroupedMatmulParams& p, const Machine& machine) {
   return CheapestGrouped(p.gated, p.tile, [&](const GemmChoice& c) {
     const int64_t past_the_end = p.groups * kGemmTileM * c.cluster_m * 2 / 5;
-    return EstimateGroupedCost(c, p.m, p.groups, p.m + past_the_end, p.n * p.Weights(), p.k,
-                               machine);
+    return EstimateGroupedCost(c, p.m, p.groups, p.m + past_the_end, p.n * p.Weights(),
+                               p.k * SizeOf(p.dtype), machine);
   });
 }
 
 inline GemmChoice ChooseGroupedDw(const GroupedMatmulDwParams& p, const Machine& machine) {
   return CheapestGrouped(/*gated=*/false, p.tile, [&](const GemmChoice& c) {
     const int64_t rows = RoundUp<int64_t>(p.k, kGemmTileM * c.cluster_m);
-    return EstimateGroupedCost(c, p.m, p.groups, p.groups * rows, p.n, CeilDiv(p.m, p.groups),
-                               machine);
+    return EstimateGroupedCost(c, p.m, p.groups, p.groups * rows, p.n,
+                               CeilDiv(p.m, p.groups) * SizeOf(p.dtype), machine);
   });
 }
 

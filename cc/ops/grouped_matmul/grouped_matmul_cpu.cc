@@ -75,7 +75,7 @@ GroupRowsCpu::GroupRowsCpu(const GroupedMatmulParams& p, const void* const (&w)[
 
 void GroupRowsCpu::Multiply(const void* x, int64_t first, int64_t count, const float* row_scale,
                             void* y, void* const (&sums)[2]) const {
-  const DType compute = p_.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  const DType compute = FormatOf(p_.dtype).accumulator;
   const int64_t tile_bytes = kTileRows * std::min(p_.n, kTileColumns) * SizeOf(compute);
   std::vector<char> products[2];
   for (int i = 0; i < p_.Weights(); ++i) products[i].resize(tile_bytes);

@@ -16,19 +16,21 @@ struct Kernels {
 
 template <typename F>
 bool ForConfigs(DType dtype, F&& visit) {
-  return dtype == DType::kF16 ? ForGroupedConfigs<__half, false, true>(visit)
-                              : ForGroupedConfigs<__nv_bfloat16, false, true>(visit);
+  return WithFormat<kGroupedFormats.operands>(
+      dtype, [&](auto format) { return ForGroupedConfigs<CudaType<format>, false, true>(visit); });
 }
 
 }  // namespace
 
 bool LoadGroupedMatmulDwKernels(std::string* error) {
   LoadGrouped<Kernels> load{error};
-  return !ForConfigs(DType::kF16, load) && !ForConfigs(DType::kBF16, load);
+  return ForFormats(kGroupedFormats.operands,
+                    [&](DType dtype) { return !ForConfigs(dtype, load); });
 }
 
 std::string WhyNoGroupedMatmulDwKernel(const GroupedMatmulDwParams& p) {
-  return WhyNoGroupedKernel(p.m, p.k, p.n, p.groups, p.dtype, p.out_dtype, /*gated=*/false, p.tile);
+  return WhyNoGroupedKernel(p.m, p.k, p.n, p.groups, p.dtype, p.out_dtype, /*k_major=*/false,
+                            /*gated=*/false, p.tile);
 }
 
 bool LaunchGroupedMatmulDw(const GroupedMatmulDwParams& p, const GroupedMatmulDwArrays& arrays,
@@ -46,9 +48,10 @@ bool LaunchGroupedMatmulDw(const GroupedMatmulDwParams& p, const GroupedMatmulDw
   args.out_f32 = p.out_dtype == DType::kF32;
   args.dw_data = arrays.dw;
   // Rows past M are zeros: ZeroTail overwrites them anyway.
-  if (!EncodeTensorMap(&args.x, p.dtype, arrays.x, {p.m, p.k}, {p.k}, {kGemmTileK, 64}, error) ||
+  const int block = BlockElements(p.dtype);
+  if (!EncodeTensorMap(&args.x, p.dtype, arrays.x, {p.m, p.k}, {p.k}, {block, block}, error) ||
       !EncodeTensorMap(&args.dy, p.dtype, arrays.dy, {p.m, p.n}, {p.n},
-                       {kGemmTileK / choice.cluster_m, 64}, error)) {
+                       {block / choice.cluster_m, block}, error)) {
     return false;
   }
   if (!args.out_f32 && !EncodeTensorMap(&args.dw, p.dtype, arrays.dw, {p.groups, p.k, p.n},

@@ -227,8 +227,9 @@ XLA_FFI_DEFINE_HANDLER(kDwCuda, DwCuda, DwBindings(BindLocalCuda()),
 
 // Listed in cc/ops/registry.cc.
 extern const Op kGroupedMatmulOp, kGroupedMatmulDwOp;
-const Op kGroupedMatmulOp = {kGroupedMatmulId, "grouped_matmul", kCpu, JFLUX_IF_CUDA(kCuda)};
-const Op kGroupedMatmulDwOp = {kGroupedMatmulDwId, "grouped_matmul_dw", kDwCpu,
-                               JFLUX_IF_CUDA(kDwCuda)};
+const Op kGroupedMatmulOp = {kGroupedMatmulId,     "grouped_matmul", kCpu,
+                             JFLUX_IF_CUDA(kCuda), kCpuFormats,      kGroupedFormats};
+const Op kGroupedMatmulDwOp = {kGroupedMatmulDwId,     "grouped_matmul_dw", kDwCpu,
+                               JFLUX_IF_CUDA(kDwCuda), kCpuFormats,         kGroupedFormats};
 
 }  // namespace jflux

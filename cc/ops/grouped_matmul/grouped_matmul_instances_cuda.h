@@ -48,24 +48,20 @@ struct LoadGrouped {
 // ForGroupedConfigs of the forward product, with its types at run time.
 template <typename F>
 bool ForForwardConfigs(DType dtype, bool transpose_rhs, F&& visit) {
-  const auto with_type = [&](auto type) {
-    using T = decltype(type);
+  return WithFormat<kGroupedFormats.operands>(dtype, [&](auto format) {
+    using T = CudaType<format>;
     return transpose_rhs ? ForGroupedConfigs<T, true, false>(visit)
                          : ForGroupedConfigs<T, false, false>(visit);
-  };
-  return dtype == DType::kF16 ? with_type(__half{}) : with_type(__nv_bfloat16{});
+  });
 }
 
 // All of them.
 template <typename Kernels>
 bool LoadForward(std::string* error) {
   LoadGrouped<Kernels> load{error};
-  for (DType dtype : {DType::kF16, DType::kBF16}) {
-    for (bool transpose_rhs : {false, true}) {
-      if (ForForwardConfigs(dtype, transpose_rhs, load)) return false;
-    }
-  }
-  return true;
+  return ForFormats(kGroupedFormats.operands, [&](DType dtype) {
+    return !ForForwardConfigs(dtype, false, load) && !ForForwardConfigs(dtype, true, load);
+  });
 }
 
 template <typename Kernels>
@@ -118,12 +114,9 @@ inline int64_t MostTilesOf(const GroupedMatmulParams& p, const GroupTiles& tiles
 
 // Why a kernel cannot take such operands; empty if it can.
 inline std::string WhyNoGroupedKernel(int64_t m, int64_t k, int64_t n, int64_t groups, DType dtype,
-                                      DType out_dtype, bool gated, TileChoice tile) {
-  if (SizeOf(dtype) != 2) return "the kernel takes bfloat16 and float16";
-  if (out_dtype != dtype && out_dtype != DType::kF32) {
-    return "the kernel's results have the operands' type, or float32";
-  }
-  if (k % 8 != 0 || n % 8 != 0) return "rows of operands and results must be multiples of 16 bytes";
+                                      DType out_dtype, bool k_major, bool gated, TileChoice tile) {
+  std::string why = WhyNotOperands(kGroupedFormats, kWgmmaFormats, dtype, out_dtype, k, n, k_major);
+  if (!why.empty()) return why;
   constexpr int64_t kMostRows = int64_t{1} << 29;
   if (groups > kMostGroups) return "more than " + std::to_string(kMostGroups) + " groups";
   if (m > kMostRows || k > kMostRows || n > kMostRows ||

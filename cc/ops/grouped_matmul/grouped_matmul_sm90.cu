@@ -33,7 +33,8 @@ bool FindLocalDevice(LocalDevice* device, std::string* error) {
 }
 
 std::string WhyNoGroupedMatmulKernel(const GroupedMatmulParams& p) {
-  return WhyNoGroupedKernel(p.m, p.k, p.n, p.groups, p.dtype, p.out_dtype, p.gated, p.tile);
+  return WhyNoGroupedKernel(p.m, p.k, p.n, p.groups, p.dtype, p.out_dtype, p.transpose_rhs, p.gated,
+                            p.tile);
 }
 
 bool SetGroupedArgs(const GroupedMatmulParams& p, const GemmChoice& choice,
@@ -56,13 +57,13 @@ bool SetGroupedArgs(const GroupedMatmulParams& p, const GemmChoice& choice,
   for (int i = 0; i < p.Weights(); ++i) {
     args->sums_data[i] = sums[i];
     // Boxes of the shape in which LoadB (gpu/gemm_operands_sm90.cuh) loads w.
-    const int share = p.gated ? 2 : choice.cluster_m;
+    const int share = p.gated ? 2 : choice.cluster_m, block = BlockElements(p.dtype);
     const bool encoded =
         p.transpose_rhs
             ? EncodeTensorMap(&args->w[i], p.dtype, w[i], {p.groups, p.n, p.k}, {p.n * p.k, p.k},
-                              {1, choice.tile_n / share, kGemmTileK}, error)
+                              {1, choice.tile_n / share, block}, error)
             : EncodeTensorMap(&args->w[i], p.dtype, w[i], {p.groups, p.k, p.n}, {p.k * p.n, p.n},
-                              {1, kGemmTileK / choice.cluster_m, 64}, error);
+                              {1, block / choice.cluster_m, block}, error);
     if (!encoded || !encode_result(&args->sums[i], sums[i])) return false;
   }
   return true;
@@ -71,9 +72,9 @@ bool SetGroupedArgs(const GroupedMatmulParams& p, const GemmChoice& choice,
 bool SetGroupedRows(const GroupedMatmulParams& p, const void* x, GroupedMatmulArgs* args,
                     std::string* error) {
   args->box_rows = GroupedBoxRows(p);
-  args->box_bytes = args->box_rows * kGemmTileK * 2;
-  return EncodeTensorMap(&args->x, p.dtype, x, {p.m, p.k}, {p.k}, {args->box_rows, kGemmTileK},
-                         error);
+  args->box_bytes = args->box_rows * kBlockBytes;
+  return EncodeTensorMap(&args->x, p.dtype, x, {p.m, p.k}, {p.k},
+                         {args->box_rows, BlockElements(p.dtype)}, error);
 }
 
 bool LaunchGroupedMatmul(const GroupedMatmulParams& p, const GroupedMatmulArrays& arrays,

@@ -70,13 +70,9 @@ std::optional<GemmChoice> GroupedChoiceOf(const Numbers& choice) {
 
 // Why no kernel takes the product; empty if one does.
 inline std::string WhyNoSegmentedKernel(const GroupedMatmulParams& product) {
-  if (SizeOf(product.dtype) != 2) return "the kernel takes bfloat16 and float16";
-  if (product.out_dtype != product.dtype && product.out_dtype != DType::kF32) {
-    return "the kernel's results have the operands' type, or float32";
-  }
-  if (product.k % 8 != 0 || product.n % 8 != 0) {
-    return "rows of operands and results must be multiples of 16 bytes";
-  }
+  std::string why = WhyNotOperands(kGroupedFormats, kWgmmaFormats, product.dtype, product.out_dtype,
+                                   product.k, product.n, product.transpose_rhs);
+  if (!why.empty()) return why;
   if (product.groups > kMostSpans) {
     return "more than " + std::to_string(kMostSpans) + " groups";
   }
@@ -115,8 +111,8 @@ struct SegmentedCall {
     product.k = call.Get("k", 1, kMost);
     product.n = call.Get("n", 1, kMost);
     product.groups = call.Get("groups", 1, kMost);
-    product.dtype = static_cast<DType>(call.Get("dtype", 0, 3));
-    product.out_dtype = static_cast<DType>(call.Get("out_dtype", 0, 3));
+    product.dtype = call.GetFormat("dtype");
+    product.out_dtype = call.GetFormat("out_dtype");
     product.transpose_rhs = call.Get("transpose_rhs", 0, 1) == 1;
     product.tile.columns = static_cast<int32_t>(call.GetOr("tile_n", 0, 0, kMaxGroup));
     product.tile.cluster_m = static_cast<int32_t>(call.GetOr("cluster_m", 0, 0, 2));

@@ -30,7 +30,7 @@
 #include <cstdint>
 #include <string>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/layout.h"
 #include "core/scattered_tiles.h"
 #include "core/signal.h"

@@ -190,6 +190,8 @@ const Op kGroupedMatmulReduceScatterOp = {kGroupedMatmulReduceScatterId,
                                           "grouped_matmul_reduce_scatter",
                                           kCpu,
                                           JFLUX_IF_CUDA(kCuda),
+                                          kCpuFormats,
+                                          kGroupedFormats,
                                           PlanGroupedMatmulReduceScatter,
                                           /*most_splits=*/1,
                                           kConstants};

@@ -138,13 +138,14 @@ inline bool AreFewRows(const MatmulAllReduceParams& p) {
   return AreFewRows(p.scatter.rows.world, p.scatter.rows.Total());
 }
 
-inline constexpr char kWhatFitsAllReduce[] =
-    "16-bit operands and results of one type, k and n that are multiples of 8, and a multiple of "
-    "128 rows for each rank (two ranks: or up to 128 rows in all)";
-inline bool FitsKernel(const MatmulAllReduceParams& p) {
+inline constexpr OpFormats kMatmulAllReduceFormats{kHalves};
+inline std::string WhyNoKernel(const MatmulAllReduceParams& p, FormatSet machine = kWgmmaFormats) {
   const MatmulReduceScatterParams& s = p.scatter;
-  return SizeOf(s.dtype) == 2 && s.out_dtype == s.dtype && s.k % 8 == 0 && s.n % 8 == 0 &&
-         (AreFewRows(p) || s.rows.inner % kGemmTileM == 0);
+  if (!AreFewRows(p) && s.rows.inner % kGemmTileM != 0) {
+    return "each rank must have a multiple of 128 rows (two ranks: or up to 128 rows in all)";
+  }
+  return WhyNotOperands(kMatmulAllReduceFormats, machine, s.dtype, s.out_dtype, s.k, s.n,
+                        s.transpose_rhs);
 }
 
 inline MatmulAllReduceLayout CudaLayoutOf(const MatmulAllReduceParams& p, const GemmChoice& c) {
@@ -177,13 +178,13 @@ inline constexpr TileCosts kReduceCosts{1.04, kScatterCosts.narrow, kExposed};
 // two ranks, from 1024 rows on, tiles of 128 and 256 columns: the peer's rows come first then, and
 // travel behind the own ones (docs/experiments/0051).
 inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, int64_t k,
-                                  const Machine& machine, bool transpose_rhs = false) {
-  const int64_t m = world * rows_per_rank;
+                                  DType dtype, const Machine& machine, bool transpose_rhs = false) {
+  const int64_t m = world * rows_per_rank, k_bytes = k * SizeOf(dtype);
   if (AreFewRows(world, m)) {
-    return ChooseSplits(GemmChoice{kSharedKTile, 1, 1}, m, n, k, machine, kReduceSplits);
+    return ChooseSplits(GemmChoice{kSharedKTile, 1, 1}, m, n, k_bytes, machine, kReduceSplits);
   }
-  GemmChoice c =
-      ChooseGemm(world, rows_per_rank, n, k, machine, Loading(kReduceCosts, k, n, transpose_rhs));
+  GemmChoice c = ChooseGemm(world, rows_per_rank, n, k_bytes, machine,
+                            Loading(kReduceCosts, k_bytes, n * SizeOf(dtype), transpose_rhs));
   const bool peers_first = world == 2 && m >= 1024 && c.tile_n % 128 == 0;
   if (m <= 2048 && !peers_first) c.group_m = 0;
   return c;
@@ -192,15 +193,18 @@ inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, i
 // What a choice from elsewhere becomes. Few rows have kernels for one tile only.
 inline GemmChoice Possible(const MatmulAllReduceParams& p, const GemmChoice& c) {
   const MatmulReduceScatterParams& s = p.scatter;
-  if (!AreFewRows(p)) return FitSplits(c, s.rows.Total(), s.k, /*most=*/1);
-  return FitSplits(GemmChoice{kSharedKTile, 1, 1, c.splits}, s.rows.Total(), s.k, kReduceSplits);
+  const int64_t k_bytes = s.k * SizeOf(s.dtype);
+  if (!AreFewRows(p)) return FitSplits(c, s.rows.Total(), k_bytes, /*most=*/1);
+  return FitSplits(GemmChoice{kSharedKTile, 1, 1, c.splits}, s.rows.Total(), k_bytes,
+                   kReduceSplits);
 }
 
 // Store warps that may send at a time; 0: all. A finished tile goes to all peers. With fewer than
 // 16 it was slower (2 x H200). Few rows are one wave, and all send.
 inline int32_t AllReduceSenders(const MatmulAllReduceParams& p, const Machine& machine) {
   if (AreFewRows(p)) return 0;
-  const int32_t warps = SendingStoreWarps(p.scatter.k, p.scatter.rows.world - 1, machine);
+  const MatmulReduceScatterParams& s = p.scatter;
+  const int32_t warps = SendingStoreWarps(s.k * SizeOf(s.dtype), s.rows.world - 1, machine);
   return warps == 0 ? 0 : Max(16, warps);
 }
 

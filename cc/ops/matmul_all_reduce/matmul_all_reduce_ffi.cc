@@ -22,9 +22,10 @@ bool PlanMatmulAllReduce(const Fields& fields, const Machine& machine, Fields* p
     *plan = CpuPlan(MatmulAllReduceCpuWorkspace(p).TotalBytes());
     return true;
   }
-  if (!IsPlannable(call, FitsKernel(p), kWhatFitsAllReduce, why_not)) return false;
-  const GemmChoice wanted = call.given.value_or(ChooseAllReduce(
-      p.scatter.rows.world, p.scatter.rows.inner, call.n, call.k, machine, call.transpose_rhs));
+  if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine)), why_not)) return false;
+  const GemmChoice wanted =
+      call.given.value_or(ChooseAllReduce(p.scatter.rows.world, p.scatter.rows.inner, call.n,
+                                          call.k, call.dtype, machine, call.transpose_rhs));
   const GemmChoice choice = Possible(p, wanted);
   *plan = ProductPlan{choice, AllReduceSenders(p, machine),
                       MatmulAllReduceWorkspace(p, choice).TotalBytes()}
@@ -118,7 +119,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
   const auto arrays = ArraysOf(x, w, residual, *y);
   if (!p || !arrays) return InvalidArgument("matmul_all_reduce: operands do not fit");
   const auto plan = CudaPlanOf(a.choice, a.senders, a.call.workspace_bytes);
-  if (!plan || !FitsKernel(*p) || !(plan->choice == Possible(*p, plan->choice))) {
+  if (!plan || !WhyNoKernel(*p).empty() || !(plan->choice == Possible(*p, plan->choice))) {
     return InvalidArgument("matmul_all_reduce: no kernel for this plan");
   }
   return LaunchCudaCall(
@@ -135,7 +136,8 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 
 // Listed in cc/ops/registry.cc.
 extern const Op kMatmulAllReduceOp;
-const Op kMatmulAllReduceOp = {kMatmulAllReduceId, "matmul_all_reduce", kCpu, JFLUX_IF_CUDA(kCuda),
+const Op kMatmulAllReduceOp = {kMatmulAllReduceId,   "matmul_all_reduce", kCpu,
+                               JFLUX_IF_CUDA(kCuda), kCpuFormats,         kMatmulAllReduceFormats,
                                PlanMatmulAllReduce};
 
 }  // namespace jflux

@@ -8,6 +8,7 @@ namespace jflux {
 namespace {
 
 struct Instances {
+  static constexpr OpFormats kFormats = kMatmulAllReduceFormats;
   static constexpr int kMostSplits = 1;
   static constexpr bool kMayLendStage = false;
   template <typename Config>
@@ -18,6 +19,7 @@ struct Instances {
 
 // Few rows are one row of tiles: a cluster can share k, if anything.
 struct FewRowsInstances {
+  static constexpr OpFormats kFormats = kMatmulAllReduceFormats;
   static constexpr int kMostSplits = kReduceSplits;
   static constexpr bool kMayLendStage = false;
   template <typename Config>
@@ -43,12 +45,12 @@ bool LaunchFew(const MatmulAllReduceParams& params, const MatmulAllReduceArrays&
   args.layout = FewRowsLayoutOf(params, choice);
   args.workspace = args.layout.Workspace();
   args.num_tiles = static_cast<int32_t>(CeilDiv<int64_t>(p.n, choice.tile_n));
-  args.a_bytes = BoxRows(args.rows) * 64 * SizeOf(p.dtype);
+  args.a_bytes = BoxRows(args.rows) * kBlockBytes;
   args.signature = SignatureOf(params.Signature(), site, choice);
   args.op = static_cast<uint32_t>(kMatmulAllReduceId);
   args.residual = arrays.residual;
   return EncodeTensorMap(&args.x, p.dtype, arrays.x, {args.rows, p.k}, {p.k},
-                         {BoxRows(args.rows), 64}, error) &&
+                         {BoxRows(args.rows), BlockElements(p.dtype)}, error) &&
          EncodeRhsMap(&args.w, p.dtype, arrays.w, p.k, p.n, p.transpose_rhs, /*halves=*/false,
                       choice, error) &&
          EncodeTensorMap(&args.y, p.dtype, arrays.y, {args.rows, p.n}, {p.n},

@@ -21,7 +21,7 @@
 #include <cstdint>
 #include <string>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/layout.h"
 #include "core/rows.h"
 #include "core/shard_tiles.h"
@@ -120,14 +120,12 @@ bool MatmulAllToAllCpu(const MatmulAllToAllParams& params, const ShardTiling& ti
                        const MatmulAllToAllArrays& arrays, const SymmetricView& view,
                        uint64_t epoch, const WaitContext& ctx);
 
-// The rows of a tile must follow each other in x and in y.
-inline constexpr char kWhatFitsAllToAll[] =
-    "16-bit operands and results of one type, k and n that are multiples of 8, and, with leading "
-    "dimensions, shards whose rows are a multiple of 128";
-inline bool FitsKernel(const MatmulAllToAllParams& p) {
+inline constexpr OpFormats kMatmulAllToAllFormats{kHalves};
+inline std::string WhyNoKernel(const MatmulAllToAllParams& p, FormatSet machine = kWgmmaFormats) {
   const bool strided = p.rows.outer > 1 && (p.split_rows || p.concat_rows);
-  return SizeOf(p.dtype) == 2 && p.out_dtype == p.dtype && p.k % 8 == 0 && p.n % 8 == 0 &&
-         (!strided || p.rows.inner % kGemmTileM == 0);
+  if (strided && p.rows.inner % kGemmTileM != 0) return kStraddlingTiles;
+  return WhyNotOperands(kMatmulAllToAllFormats, machine, p.dtype, p.out_dtype, p.k, p.n,
+                        p.transpose_rhs);
 }
 
 inline AllToAllLayout CudaLayoutOf(const MatmulAllToAllParams& p, const GemmChoice& c) {
@@ -142,12 +140,13 @@ inline ShardGrid ShardGridOf(const MatmulAllToAllParams& p, const GemmChoice& c,
 
 // The configuration for `world` shards of `rows` rows and n columns. Each shard has whole tiles of
 // its own, so the estimate counts the padding of every shard's last tiles.
-inline GemmChoice ChooseAllToAll(int world, int64_t rows, int64_t n, int64_t k,
+inline GemmChoice ChooseAllToAll(int world, int64_t rows, int64_t n, int64_t k, DType dtype,
                                  const Machine& machine, bool transpose_rhs = false) {
-  const TileCosts costs = Loading(kScatterCosts, k, n, transpose_rhs);
+  const int64_t k_bytes = k * SizeOf(dtype);
+  const TileCosts costs = Loading(kScatterCosts, k_bytes, n * SizeOf(dtype), transpose_rhs);
   const auto cost = [&](const GemmChoice& c) {
     const int64_t m = world * RoundUp<int64_t>(rows, kGemmTileM * c.cluster_m);
-    return EstimateCost(c, m, n, k, machine, costs, kExposed / machine.LinkShare());
+    return EstimateCost(c, m, n, k_bytes, machine, costs, kExposed / machine.LinkShare());
   };
   GemmChoice best{192, 1, 16};
   for (const GemmChoice& c : kCompiled) {
@@ -162,7 +161,8 @@ inline GemmChoice ChooseAllToAll(int world, int64_t rows, int64_t n, int64_t k,
 inline int32_t AllToAllSenders(const MatmulAllToAllParams& p, const GemmChoice& c,
                                const Machine& machine) {
   const int32_t tiles = ShardGridOf(p, c, machine.sm_count).Total();
-  return IsOneWave(c, tiles, machine.sm_count) ? 0 : SendingStoreWarps(p.k, 1, machine);
+  if (IsOneWave(c, tiles, machine.sm_count)) return 0;
+  return SendingStoreWarps(p.k * SizeOf(p.dtype), 1, machine);
 }
 
 // Enqueues the call on `stream`.

@@ -25,10 +25,10 @@ bool PlanMatmulAllToAll(const Fields& fields, const Machine& machine, Fields* pl
     *plan = CpuPlan(layout.Workspace().TotalBytes());
     return true;
   }
-  if (!IsPlannable(call, FitsKernel(p), kWhatFitsAllToAll, why_not)) return false;
+  if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine)), why_not)) return false;
   const GemmChoice wanted = call.given.value_or(
-      ChooseAllToAll(p.rows.world, p.rows.PerRank(), p.n, p.k, machine, p.transpose_rhs));
-  const GemmChoice choice = FitSplits(wanted, p.rows.Total(), p.k, /*most=*/1);
+      ChooseAllToAll(p.rows.world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs));
+  const GemmChoice choice = FitSplits(wanted, p.rows.Total(), p.k * SizeOf(p.dtype), /*most=*/1);
   *plan = ProductPlan{choice, AllToAllSenders(p, choice, machine),
                       CudaLayoutOf(p, choice).Workspace().TotalBytes()}
               .AsFields();
@@ -118,7 +118,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
   const auto p = ParamsOf(a, x, w, *y);
   if (!p) return InvalidArgument("matmul_all_to_all: operands do not fit");
   const auto plan = CudaPlanOf(a.product.choice, a.product.senders, call.workspace_bytes);
-  if (!plan || !FitsKernel(*p) || plan->choice.splits != 1) {
+  if (!plan || !WhyNoKernel(*p).empty() || plan->choice.splits != 1) {
     return InvalidArgument("matmul_all_to_all: no kernel for this plan");
   }
   const MatmulAllToAllArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data()};
@@ -136,7 +136,8 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 
 // Listed in cc/ops/registry.cc.
 extern const Op kMatmulAllToAllOp;
-const Op kMatmulAllToAllOp = {kMatmulAllToAllId, "matmul_all_to_all", kCpu, JFLUX_IF_CUDA(kCuda),
+const Op kMatmulAllToAllOp = {kMatmulAllToAllId,    "matmul_all_to_all", kCpu,
+                              JFLUX_IF_CUDA(kCuda), kCpuFormats,         kMatmulAllToAllFormats,
                               PlanMatmulAllToAll};
 
 }  // namespace jflux

@@ -7,6 +7,7 @@ namespace jflux {
 namespace {
 
 struct Instances {
+  static constexpr OpFormats kFormats = kMatmulAllToAllFormats;
   static constexpr int kMostSplits = 1;
   static constexpr bool kMayLendStage = false;
   template <typename Config>
@@ -40,14 +41,15 @@ bool LaunchMatmulAllToAll(const MatmulAllToAllParams& p, const MatmulAllToAllArr
   args.split_rows = p.split_rows;
   args.concat_rows = p.concat_rows;
   const int box_rows = BoxRows(r.PerRank());
-  args.a_bytes = box_rows * kGemmTileK * SizeOf(p.dtype);
+  args.a_bytes = box_rows * kBlockBytes;
   // x's actual row = (o * world + rank) * inner + i; unless both are to be told apart, all rows are
   // inner ones.
   const bool flat = r.outer == 1 || !p.split_rows;
   const int64_t inner = flat ? p.RowsOfX() : r.inner;
-  if (!EncodeTensorMap(
-          &args.x, p.dtype, arrays.x, {flat ? 1 : r.world, flat ? 1 : r.outer, inner, p.k},
-          {inner * p.k, r.world * inner * p.k, p.k}, {1, 1, box_rows, kGemmTileK}, error) ||
+  if (!EncodeTensorMap(&args.x, p.dtype, arrays.x,
+                       {flat ? 1 : r.world, flat ? 1 : r.outer, inner, p.k},
+                       {inner * p.k, r.world * inner * p.k, p.k},
+                       {1, 1, box_rows, BlockElements(p.dtype)}, error) ||
       !EncodeRhsMap(&args.w, p.dtype, arrays.w, p.k, p.ColumnsOfW(), p.transpose_rhs,
                     /*halves=*/false, choice, error)) {
     return false;

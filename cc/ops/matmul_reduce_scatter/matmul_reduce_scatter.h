@@ -10,7 +10,7 @@
 #include <functional>
 #include <string>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/layout.h"
 #include "core/rows.h"
 #include "core/signal.h"
@@ -118,12 +118,12 @@ bool ScatterTilesCpu(const MatmulReduceScatterParams& params, const ScatterTilin
                      const SymmetricView& view, const CpuHalf& half, const WaitContext& ctx,
                      const std::function<void(Tile)>& finished);
 
-inline constexpr char kWhatFitsReduceScatter[] =
-    "16-bit operands, results of their type or float32, k and n that are multiples of 8, and, with "
-    "leading dimensions, shards whose rows are a multiple of 128";
-inline bool FitsKernel(const MatmulReduceScatterParams& p) {
-  return SizeOf(p.dtype) == 2 && (p.out_dtype == p.dtype || p.out_dtype == DType::kF32) &&
-         p.k % 8 == 0 && p.n % 8 == 0 && (p.rows.outer == 1 || p.rows.inner % kGemmTileM == 0);
+inline constexpr OpFormats kMatmulReduceScatterFormats{kHalves, SetOf(DType::kF32)};
+inline std::string WhyNoKernel(const MatmulReduceScatterParams& p,
+                               FormatSet machine = kWgmmaFormats) {
+  if (p.rows.outer > 1 && p.rows.inner % kGemmTileM != 0) return kStraddlingTiles;
+  return WhyNotOperands(kMatmulReduceScatterFormats, machine, p.dtype, p.out_dtype, p.k, p.n,
+                        p.transpose_rhs);
 }
 
 inline ReduceScatterLayout CudaLayoutOf(const MatmulReduceScatterParams& p, const GemmChoice& c) {
@@ -134,14 +134,15 @@ inline ReduceScatterLayout CudaLayoutOf(const MatmulReduceScatterParams& p, cons
 }
 
 inline GemmChoice ChooseReduceScatter(int world, int64_t rows_per_rank, int64_t n, int64_t k,
-                                      const Machine& machine, bool transpose_rhs = false) {
-  const int64_t m = world * rows_per_rank;
-  if (m <= kGemmTileM) return ChooseFew(m, n, k, machine, kReduceSplits);
+                                      DType dtype, const Machine& machine,
+                                      bool transpose_rhs = false) {
+  const int64_t m = world * rows_per_rank, k_bytes = k * SizeOf(dtype);
+  if (m <= kGemmTileM) return ChooseFew(m, n, k_bytes, machine, kReduceSplits);
   // Tiles that ranks share wait in the middle of a raster group: at 996 rows on 2 x H200 1.13 of
   // XLA's time, and .92 with tiles of 192 columns.
-  TileCosts costs = Loading(kScatterCosts, k, n, transpose_rhs);
+  TileCosts costs = Loading(kScatterCosts, k_bytes, n * SizeOf(dtype), transpose_rhs);
   if (rows_per_rank % kGemmTileM != 0) costs.shared = 1.2;
-  return ChooseGemm(world, rows_per_rank, n, k, machine, costs);
+  return ChooseGemm(world, rows_per_rank, n, k_bytes, machine, costs);
 }
 
 // Store warps that may send at a time; 0: all. params.k is that of all terms. In one raster group,
@@ -150,7 +151,8 @@ inline int32_t ReduceScatterSenders(const MatmulReduceScatterParams& p, const Ge
                                     const Machine& machine) {
   const TileGrid grid = GridOf(c, p.rows.Total(), p.n, machine.sm_count);
   const bool hides = c.group_m != 0 && !IsOneWave(c, grid.tiles_m * grid.tiles_n, machine.sm_count);
-  return hides ? SendingStoreWarps(p.k, p.out_dtype == DType::kF32 ? 2 : 1, machine) : 0;
+  if (!hides) return 0;
+  return SendingStoreWarps(p.k * SizeOf(p.dtype), p.out_dtype == DType::kF32 ? 2 : 1, machine);
 }
 
 // The sum of several products is scattered once: y = scatter(sum_i x_i @ w_i) + bias + residual.

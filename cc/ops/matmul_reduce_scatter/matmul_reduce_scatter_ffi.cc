@@ -25,11 +25,12 @@ bool PlanMatmulReduceScatter(const Fields& fields, const Machine& machine, Field
     *plan = CpuPlan(layout.Workspace().TotalBytes());
     return true;
   }
-  if (!IsPlannable(call, FitsKernel(p), kWhatFitsReduceScatter, why_not)) return false;
-  const GemmChoice wanted = call.given.value_or(
-      ChooseReduceScatter(p.rows.world, p.rows.PerRank(), p.n, p.k, machine, p.transpose_rhs));
+  if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine)), why_not)) return false;
+  const GemmChoice wanted = call.given.value_or(ChooseReduceScatter(
+      p.rows.world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs));
   // Each of the CTAs that share k has some of the first term's.
-  const GemmChoice choice = FitSplits(wanted, p.rows.Total(), first_k, kReduceSplits);
+  const GemmChoice choice =
+      FitSplits(wanted, p.rows.Total(), first_k * SizeOf(p.dtype), kReduceSplits);
   *plan = ProductPlan{choice, ReduceScatterSenders(p, choice, machine),
                       CudaLayoutOf(p, choice).Workspace().TotalBytes()}
               .AsFields();
@@ -150,8 +151,9 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
     operands.residual = residual.untyped_data();
   }
   const auto plan = CudaPlanOf(a.product.choice, a.product.senders, call.workspace_bytes);
-  if (!plan || !FitsKernel(*p) ||
-      !SharesK(plan->choice, p->rows.Total(), operands.products[0].k, kReduceSplits)) {
+  if (!plan || !WhyNoKernel(*p).empty() ||
+      !SharesK(plan->choice, p->rows.Total(), operands.products[0].k * SizeOf(p->dtype),
+               kReduceSplits)) {
     return InvalidArgument("matmul_reduce_scatter: no kernel for this plan");
   }
   return LaunchCudaCall(
@@ -170,8 +172,13 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 
 // Listed in cc/ops/registry.cc.
 extern const Op kMatmulReduceScatterOp;
-const Op kMatmulReduceScatterOp = {
-    kMatmulReduceScatterId, "matmul_reduce_scatter", kCpu,
-    JFLUX_IF_CUDA(kCuda),   PlanMatmulReduceScatter, /*most_splits=*/kReduceSplits};
+const Op kMatmulReduceScatterOp = {kMatmulReduceScatterId,
+                                   "matmul_reduce_scatter",
+                                   kCpu,
+                                   JFLUX_IF_CUDA(kCuda),
+                                   kCpuFormats,
+                                   kMatmulReduceScatterFormats,
+                                   PlanMatmulReduceScatter,
+                                   /*most_splits=*/kReduceSplits};
 
 }  // namespace jflux

@@ -5,6 +5,7 @@ namespace jflux {
 namespace {
 
 struct Instances {
+  static constexpr OpFormats kFormats = kMatmulReduceScatterFormats;
   static constexpr int kMostSplits = kReduceSplits;
   static constexpr bool kMayLendStage = false;
   template <typename Config>

@@ -373,12 +373,13 @@ inline bool MakeScatterArgs(const MatmulReduceScatterParams& p,
     return false;
   }
   const int box_rows = BoxRows(p.rows.Total());
-  args->a_bytes = box_rows * 64 * SizeOf(p.dtype);
+  args->a_bytes = box_rows * kBlockBytes;
   for (int i = 0; i < args->terms; ++i) {
     const auto& [x, w, k] = operands.products[i];
     args->k[i] = k;
     if (!EncodeTensorMap(&args->x[i], p.dtype, x, {world, r.outer, inner, k},
-                         {r.inner * k, r.world * r.inner * k, k}, {1, 1, box_rows, 64}, error) ||
+                         {r.inner * k, r.world * r.inner * k, k},
+                         {1, 1, box_rows, BlockElements(p.dtype)}, error) ||
         !EncodeRhsMap(&args->w[i], p.dtype, w, k, p.n, p.transpose_rhs,
                       /*halves=*/false, choice, error)) {
       return false;

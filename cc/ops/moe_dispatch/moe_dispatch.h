@@ -17,8 +17,9 @@
 #include <cstdint>
 #include <string>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/platform.h"
+#include "core/signal.h"
 #include "jflux/shmem.h"
 #include "ops/moe_dispatch/expert_marks.h"
 #include "runtime/cuda_device.h"
@@ -74,6 +75,7 @@ struct TokenParts {
 };
 
 inline constexpr OpId kMoeDispatchId{12}, kMoeCombineId{13};
+inline constexpr OpFormats kMoeCombineFormats{SetOf(DType::kF16, DType::kBF16, DType::kF32)};
 
 // Warps of a CTA. A dispatch's CTA has tables that may fill an SM's shared memory, so it has all
 // the warps that fit.

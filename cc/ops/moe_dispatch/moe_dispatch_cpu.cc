@@ -20,14 +20,10 @@ bool MoeCombineCpu(const MoeCombineParams& p, const MoeCombineArrays& arrays,
   std::vector<int32_t> scratch(CeilDiv<int64_t>(p.ScratchBytes(), 4));
   return shmem::internal::RunCall(
       view, p.Workspace(), epoch, p.Signature(), ctx, [&](const shmem::Context& call) {
-        switch (p.dtype) {
-          case DType::kF16:
-            return MoeCombineBody<VectorNumbers<F16>>{p, arrays, call, scratch.data()}.Run();
-          case DType::kBF16:
-            return MoeCombineBody<VectorNumbers<BF16>>{p, arrays, call, scratch.data()}.Run();
-          default:  // the handler takes no other type
-            return MoeCombineBody<VectorNumbers<float>>{p, arrays, call, scratch.data()}.Run();
-        }
+        return WithFormat<kMoeCombineFormats.operands>(p.dtype, [&](auto format) {
+          using Numbers = VectorNumbers<Number<format>>;
+          return MoeCombineBody<Numbers>{p, arrays, call, scratch.data()}.Run();
+        });
       });
 }
 

@@ -206,7 +206,7 @@ struct CombineOperands {
 std::optional<MoeCombineParams> ParamsOf(const CombineAttributes& a, const CombineOperands& o) {
   const auto s32 = ffi::DataType::S32, f32 = ffi::DataType::F32;
   const auto dtype = DTypeOf(o.y.element_type());
-  if (!dtype || *dtype == DType::kF64 || o.y.dimensions().size() != 2 ||
+  if (!dtype || !Has(kMoeCombineFormats.operands, *dtype) || o.y.dimensions().size() != 2 ||
       o.part.dimensions().size() != 2) {
     return std::nullopt;
   }
@@ -312,9 +312,11 @@ XLA_FFI_DEFINE_HANDLER(kMoeCombineCuda, CombineOnCuda, CombineBindings(BindCuda(
 
 // Listed in cc/ops/registry.cc.
 extern const Op kMoeDispatchOp, kMoeCombineOp;
-const Op kMoeDispatchOp = {kMoeDispatchId, "moe_dispatch", kMoeDispatchCpu,
-                           JFLUX_IF_CUDA(kMoeDispatchCuda), PlanMoeDispatch};
-const Op kMoeCombineOp = {kMoeCombineId, "moe_combine", kMoeCombineCpu,
-                          JFLUX_IF_CUDA(kMoeCombineCuda), PlanMoeCombine};
+const Op kMoeDispatchOp = {
+    kMoeDispatchId, "moe_dispatch", kMoeDispatchCpu, JFLUX_IF_CUDA(kMoeDispatchCuda),
+    kMovesBytes,    kMovesBytes,    PlanMoeDispatch};
+const Op kMoeCombineOp = {
+    kMoeCombineId,      "moe_combine",      kMoeCombineCpu, JFLUX_IF_CUDA(kMoeCombineCuda),
+    kMoeCombineFormats, kMoeCombineFormats, PlanMoeCombine};
 
 }  // namespace jflux

@@ -65,17 +65,11 @@ __global__ void __launch_bounds__(32 * kMoeCombineWarps, kMoeCombineCtasPerSm)
 }
 
 const void* CombineKernelOf(DType dtype) {
-  switch (dtype) {
-    case DType::kF16:
-      return reinterpret_cast<const void*>(&MoeCombineKernel<HalfNumbers>);
-    case DType::kBF16:
-      return reinterpret_cast<const void*>(&MoeCombineKernel<VectorNumbers<BF16>>);
-    case DType::kF32:
-      return reinterpret_cast<const void*>(&MoeCombineKernel<VectorNumbers<float>>);
-    case DType::kF64:
-      return nullptr;  // the handler takes no such operands
-  }
-  return nullptr;
+  return WithFormat<kMoeCombineFormats.operands>(dtype, [](auto format) {
+    using T = Number<format>;
+    using Numbers = std::conditional_t<std::is_same_v<T, F16>, HalfNumbers, VectorNumbers<T>>;
+    return reinterpret_cast<const void*>(&MoeCombineKernel<Numbers>);
+  });
 }
 
 template <typename Params>
@@ -99,10 +93,9 @@ int64_t BlocksFor(const TokenParts& items, int ctas_per_sm, const CudaDevice& de
 bool LoadMoeDispatchKernels(std::string* error) {
   const auto* dispatch = reinterpret_cast<const void*>(&MoeDispatchKernel);
   if (!LoadKernel(dispatch, kMostMoeDispatchScratch, error)) return false;
-  for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
-    if (!LoadKernel(CombineKernelOf(dtype), kMostMoeCombineScratch, error)) return false;
-  }
-  return true;
+  return ForFormats(kMoeCombineFormats.operands, [&](DType dtype) {
+    return LoadKernel(CombineKernelOf(dtype), kMostMoeCombineScratch, error);
+  });
 }
 
 bool LaunchMoeDispatch(const MoeDispatchParams& p, const MoeDispatchArrays& arrays, int64_t site,

@@ -16,12 +16,14 @@
 #include <cstdint>
 #include <string>
 
-#include "core/dtype.h"
+#include "core/format.h"
+#include "core/signal.h"
 #include "runtime/cuda_device.h"
 
 namespace jflux {
 
 inline constexpr OpId kMoeRouteId{34};
+inline constexpr OpFormats kMoeRouteFormats{SetOf(DType::kF32)};
 
 struct MoeRouteParams {
   int64_t slots;     // tokens times choices of a token

@@ -90,6 +90,7 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindLocalCuda()), {ffi::Traits::kCm
 
 // Listed in cc/ops/registry.cc.
 extern const Op kMoeRouteOp;
-const Op kMoeRouteOp = {kMoeRouteId, "moe_route", kCpu, JFLUX_IF_CUDA(kCuda)};
+const Op kMoeRouteOp = {kMoeRouteId,          "moe_route",      kCpu,
+                        JFLUX_IF_CUDA(kCuda), kMoeRouteFormats, kMoeRouteFormats};
 
 }  // namespace jflux

@@ -144,44 +144,40 @@ const void* KernelFor(MoeRowsForm form, bool out_f32) {
 }
 
 const void* KernelOf(DType dtype, MoeRowsForm form, bool out_f32) {
-  switch (dtype) {
-    case DType::kF16:
-      return KernelFor<__half>(form, out_f32);
-    case DType::kBF16:
-      return KernelFor<__nv_bfloat16>(form, out_f32);
-    case DType::kF32:
-      return KernelFor<float>(form, out_f32);
-    case DType::kF64:
-      return nullptr;
-  }
-  return nullptr;
+  return WithFormat<kMoeRowsFormats.operands>(
+      dtype, [&](auto format) { return KernelFor<CudaType<format>>(form, out_f32); });
 }
 
 }  // namespace
 
 bool LoadMoeRowsKernels(std::string* error) {
-  for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+  return ForFormats(kMoeRowsFormats.operands, [&](DType dtype) {
     for (const auto form : {MoeRowsForm::kCombine, MoeRowsForm::kSpread, MoeRowsForm::kDots}) {
       for (const bool out_f32 : {false, true}) {
         if (!LoadKernel(KernelOf(dtype, form, out_f32), 0, error)) return false;
       }
     }
-  }
-  return true;
+    return true;
+  });
 }
 
 bool LaunchMoeRows(const MoeRowsParams& p, const MoeRowsArrays& arrays, cudaStream_t stream,
                    std::string* error) {
   const int64_t row_bytes = p.columns * SizeOf(p.dtype);
-  const void* kernel = KernelOf(p.dtype, p.form, p.out_dtype == DType::kF32);
-  if (kernel == nullptr || row_bytes % 16 != 0 || p.slots > INT32_MAX ||
-      row_bytes / 16 > INT32_MAX) {
-    *error = "the kernel takes rows of whole vectors of 16 bytes, of 16-bit types and float32";
+  *error = WhyNotFormats(kMoeRowsFormats, kAllFormats, p.dtype, p.out_dtype);
+  if (!error->empty()) return false;
+  if (row_bytes % kVectorBytes != 0 || p.slots > INT32_MAX ||
+      row_bytes / kVectorBytes > INT32_MAX) {
+    *error = "the kernel takes rows of whole vectors of 16 bytes";
     return false;
   }
-  MoeRowsArgs args{
-      arrays, p.rows, p.tokens, static_cast<int32_t>(p.slots), static_cast<int32_t>(row_bytes / 16),
-      1};
+  const void* kernel = KernelOf(p.dtype, p.form, p.out_dtype == DType::kF32);
+  MoeRowsArgs args{arrays,
+                   p.rows,
+                   p.tokens,
+                   static_cast<int32_t>(p.slots),
+                   static_cast<int32_t>(row_bytes / kVectorBytes),
+                   1};
   while (args.team < kThreads && args.team < args.vectors) args.team *= 2;
   const int64_t results = p.form == MoeRowsForm::kCombine  ? p.tokens
                           : p.form == MoeRowsForm::kSpread ? p.rows

@@ -16,12 +16,15 @@
 #include <cstdint>
 #include <string>
 
-#include "core/dtype.h"
+#include "core/format.h"
+#include "core/signal.h"
 #include "runtime/cuda_device.h"
 
 namespace jflux {
 
 inline constexpr OpId kMoeRowsId{38};
+inline constexpr OpFormats kMoeRowsFormats{SetOf(DType::kF16, DType::kBF16, DType::kF32),
+                                           SetOf(DType::kF32)};
 
 enum class MoeRowsForm : int64_t { kCombine, kSpread, kDots };
 

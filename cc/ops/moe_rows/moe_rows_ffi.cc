@@ -100,6 +100,7 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda,
 
 // Listed in cc/ops/registry.cc.
 extern const Op kMoeRowsOp;
-const Op kMoeRowsOp = {kMoeRowsId, "moe_rows", /*cpu=*/nullptr, JFLUX_IF_CUDA(kCuda)};
+const Op kMoeRowsOp = {kMoeRowsId,           "moe_rows",  /*cpu=*/nullptr,
+                       JFLUX_IF_CUDA(kCuda), OpFormats{}, kMoeRowsFormats};
 
 }  // namespace jflux

@@ -18,7 +18,6 @@
 #include <cstdint>
 #include <string>
 
-#include "core/dtype.h"
 #include "core/packet.h"
 #include "core/signal.h"
 #include "jflux/shmem.h"

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ... import _native
+
 #: The types that queries and a cache may have.
-DTYPES = ("float16", "bfloat16", "float32", "float64")
+DTYPES = tuple(_native.FORMATS)
 #: Positions are int32, and a window of so many leaves none out.
 _MOST_POSITIONS = np.iinfo(np.int32).max
 

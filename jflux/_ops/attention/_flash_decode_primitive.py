@@ -14,9 +14,11 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
+from ... import _native
 from ..._call import local_ops
-from ..._call.plans import Arrays
-from ..._call.primitives import ShapeDtype
+from ..._call.forms import Op, ShapeDtype
+from ..._call.plans import Arrays, Plan
+from ..._call.primitives import make_primitive
 from ..._ranks import meshes
 from .._epilogue import sum_dtype
 from ..products import _product
@@ -265,8 +267,8 @@ def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
 
 def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     q, k, *_ = arrays
-    if q.dtype.name not in ("bfloat16", "float16"):
-        return f"operands are {q.dtype}, the kernel takes bfloat16 and float16"
+    if why := _native.why_not_dtypes("flash_decode", "cuda", q.dtype):
+        return why
     if q.shape[2] not in WIDTHS:
         return f"heads have {q.shape[2]} elements, the kernel takes {WIDTHS}"
     if 0 in q.shape or 0 in k.shape:
@@ -317,24 +319,34 @@ def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
     return jax.jvp(f, values, tuple(ad.instantiate_zeros(t) for t in tangents[:3]))
 
 
-_primitive = local_ops.make_primitive(
-    local_ops.LocalRules(
+def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    return {
+        "capacity": np.int64(params.capacity),
+        "scale": np.float64(params.scale),
+        "softcap": np.float64(params.softcap),
+        "splits": np.int64(params.splits),
+    }
+
+
+_primitive = make_primitive(
+    Op(
         name=OP,
         result_shapes=_shapes,
         reference=_reference,
-        why_not=_why_not,
-        why_not_portable=_why_not_portable,
-        attributes=lambda params: {
-            "capacity": np.int64(params.capacity),
-            "scale": np.float64(params.scale),
-            "softcap": np.float64(params.softcap),
-            "splits": np.int64(params.splits),
-        },
+        forms=(
+            local_ops.kernel(
+                OP,
+                why_not=_why_not,
+                why_not_portable=_why_not_portable,
+                attributes=_attributes,
+                checked_on_gpus=True,
+                on_cpus=False,
+            ),
+            local_ops.checked_on_cpus(_reference, _check_lengths),
+        ),
         batch=_batch,
-        checked_on_gpus=True,
-        on_cpus=False,
-        check_on_cpus=_check_lengths,
         flops=_flops,
+        is_local=True,
         values=1,
     )
 )

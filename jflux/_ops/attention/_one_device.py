@@ -13,7 +13,8 @@ from ..._ranks import meshes
 from . import _cudnn, _nonfinite, flash_attention
 from ._blockwise import Scores, default_precision
 from ._checks import scale_of, window_of
-from ._split_sequence import Call, of_split
+from ._passes import KERNEL, of_split
+from ._split_sequence import Params
 
 _OP = "attention of one device"
 
@@ -72,9 +73,9 @@ def attend(
         )  # fmt: skip
         if flash_attention.plan(q, k, v, scores).path == plans.Path.FUSED:
             precision = default_precision()
-            call = Call(None, 1, scores, "contiguous", ring=False, precision=precision)
+            params = Params(None, 1, scores, "contiguous", precision=precision)
             q, k, v = meshes.vary_alike(q, k, v)
-            return of_split(call, q, k, v, None)[0]
+            return of_split(params, KERNEL.gathered, q, k, v)[0]
     return dot_product_attention(
         q, k, v, mask=mask, is_causal=is_causal, local_window_size=local_window_size, scale=scale,
         implementation="cudnn" if by_cudnn else None,

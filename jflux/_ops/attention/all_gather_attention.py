@@ -20,9 +20,10 @@ from jax import lax
 from jax.interpreters import ad
 
 from ... import _config, _native
-from ..._call import derivatives, plans, primitives
+from ..._call import derivatives, forms, plans
+from ..._call.forms import Call, Op, ShapeDtype, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
-from ..._call.steps import Steps
+from ..._call.primitives import make_primitive
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from .._epilogue import sum_dtype
@@ -33,7 +34,6 @@ from ._blockwise import Positions, Scores
 OP = "all_gather_attention"
 
 #: The types that the CPU's body takes, which sums in float32.
-_CPU_DTYPES = ("float16", "bfloat16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,12 +172,9 @@ def _in_lax(arrays: Arrays, params: Params) -> list[jax.Array]:
 # ---- How a call lowers ---------------------------------------------------------------------------
 
 
-def _shapes(arrays: Arrays, params: Params) -> Sequence[primitives.ShapeDtype]:
+def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
     q = arrays[0]
     return [(q.shape, params.dtype), (q.shape[:3], sum_dtype(q.dtype))]
-
-
-_STEPS = Steps("an all-gather, then the attention of one device")
 
 
 def _why_not(arrays: Arrays, params: Params, machine: Machine) -> str | None:
@@ -186,22 +183,23 @@ def _why_not(arrays: Arrays, params: Params, machine: Machine) -> str | None:
         return flash_attention.why_not(arrays, params, machine.platform)
     if not _config.config.always:
         return "on CPUs XLA's blocks are faster"
-    if q.dtype.name not in _CPU_DTYPES:
-        return f"operands are {q.dtype}, the CPU's body takes {', '.join(_CPU_DTYPES)}"
+    if why := _native.why_not_dtypes(OP, "cpu", q.dtype):
+        return why
     return None if params.scores.scale > 0 else f"the scale is {params.scores.scale}"
 
 
-def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
+def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
+    arrays, params = call.arrays, call.params
     if why := _why_not(arrays, params, machine):
-        return _STEPS.plan(why)
+        return WhyNot(why)
     q, k = arrays[:2]
-    call = {
+    fields = {
         "world": params.world, "batch": q.shape[0], "queries": q.shape[1], "keys": k.shape[1],
         "heads": q.shape[2], "groups": k.shape[2], "width": q.shape[3],
-        "dtype": _native.DTYPES.index(q.dtype.name),
+        "dtype": _native.dtype_number(q.dtype),
     }  # fmt: skip
-    native = _STEPS.native_plan(OP, call, machine, fills="keys")
-    if isinstance(native, Plan):
+    native = forms.native_plan(OP, fields, machine, fills="keys")
+    if isinstance(native, WhyNot):
         return native
     return plans.fused("one kernel: keys and values arrive while it computes", native)
 
@@ -233,24 +231,23 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     return [a.reshape(size, -1, *a.shape[1:]) for a in results], [0] * len(results)
 
 
-_primitive = primitives.make_primitive(
-    primitives.Rules(
-        name=OP,
-        result_shapes=_shapes,
-        reference=_in_lax,
-        decomposed=_decomposed,
-        plan=_plan,
-        plan_two_level=_STEPS.plan_two_level,
-        attributes=_attributes,
-        batch=_batch,
-        flops=_flops,
-    )
+_op = Op(
+    name=OP,
+    result_shapes=_shapes,
+    reference=_in_lax,
+    forms=(
+        forms.kernel(_takes, _attributes),
+        forms.decomposed(_decomposed, "an all-gather, then the attention of one device"),
+    ),
+    batch=_batch,
+    flops=_flops,
 )
+_primitive = make_primitive(_op)
 
 
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
     """Derivatives by those of the two steps. First gradients in reverse mode do not come here,
-    since _split_sequence.py defines both passes."""
+    since _passes.py defines both passes."""
     return derivatives.jvp_of_moved(lambda *arrays: _decomposed(arrays, params), primals, tangents)
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ... import _config
-from ..._call.plans import Path
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from .._epilogue import sum_dtype
@@ -24,16 +21,16 @@ from ..collectives.exchange import (
     all_to_all_reference,
 )
 from . import (
-    _cudnn,
-    _cudnn_by_chunks,
-    all_gather_attention,
-    flash_attention,
     ulysses_attention,
 )
 from ._blockwise import Scores, default_precision
 from ._checks import check, check_heads, scale_of, softcap_of, window_of
-from ._one_device import attend
-from ._split_sequence import Call, gather_keys, of_split, of_split_reference
+from ._forms import one_call, passes_of
+from ._passes import (
+    of_split,
+    of_split_reference,
+)
+from ._split_sequence import Params
 from .sequence_layouts import Layout, check_layout, check_length
 
 _OP = "jflux.attention"
@@ -52,10 +49,22 @@ class _Options:
     plain: bool
     axis_name: AxisName | None
     heads_axis: AxisName | None
-    scores: Scores
+    causal: bool
     layout: Layout
+    window: int | tuple[int, int] | None
+    scale: float | None
+    softcap: float | None
     return_lse: bool
     ring: bool | None
+    mesh: Mesh | AbstractMesh | None
+    q_spec: PartitionSpec | None
+
+    def scores(self, q: jax.Array) -> Scores:
+        """Of queries with these options."""
+        return Scores(
+            scale_of(_OP, self.scale, q.shape[3]), softcap_of(_OP, self.softcap),
+            bool(self.causal), window_of(_OP, self.window),
+        )  # fmt: skip
 
 
 class Options(TypedDict, total=False):
@@ -179,10 +188,11 @@ def attention(
       >>> jax.jit(f)(q, k, v).shape  # in zigzag order: see reorder_for_causal
       (1, 64, 4, 16)
     """
-    return _global_attention(
-        False, q, k, v, segment_ids, axis_name, heads_axis, causal, layout, window, scale,
-        softcap, return_lse, ring, mesh, q_spec,
+    options = _Options(
+        False, axis_name, heads_axis, causal, layout, window, scale, softcap, return_lse, ring,
+        mesh, q_spec,
     )  # fmt: skip
+    return _global_attention(options, q, k, v, segment_ids)
 
 
 def reference(
@@ -205,152 +215,93 @@ def reference(
 ) -> Any:
     """:func:`jflux.attention` in plain `lax`, on every platform: in blocks, with `lax`'s exchanges,
     and differentiated as it is written, less with `segment_ids`: then in blocks too."""
-    return _global_attention(
-        True, q, k, v, segment_ids, axis_name, heads_axis, causal, layout, window, scale,
-        softcap, return_lse, ring, mesh, q_spec,
+    options = _Options(
+        True, axis_name, heads_axis, causal, layout, window, scale, softcap, return_lse, ring,
+        mesh, q_spec,
     )  # fmt: skip
+    return _global_attention(options, q, k, v, segment_ids)
 
 
-def _global_attention(
-    plain: bool,
-    q: Any,
-    k: Any,
-    v: Any,
-    segment_ids: Any,
-    axis_name: AxisName | None,
-    heads_axis: AxisName | None,
-    causal: bool,
-    layout: Layout,
-    window: int | tuple[int, int] | None,
-    scale: float | None,
-    softcap: float | None,
-    return_lse: bool,
-    ring: bool | None,
-    mesh: Mesh | AbstractMesh | None,
-    q_spec: PartitionSpec | None,
-) -> Any:
+def _global_attention(options: _Options, q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
     """Checks the operands of a call, global arrays or one rank's, and computes it."""
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     check(_OP, q, k, v, segment_ids)
-    check_layout(_OP, layout)
-    scores = Scores(
-        scale_of(_OP, scale, q.shape[3]), softcap_of(_OP, softcap), bool(causal),
-        window_of(_OP, window),
-    )  # fmt: skip
-    axis, heads = (
-        None if name is None else meshes.as_tuple(name) for name in (axis_name, heads_axis)
-    )
-    options = _Options(plain, axis, heads, scores, layout, return_lse, ring)
-    body = functools.partial(_attention, options)
+    check_layout(_OP, options.layout)
+    body = functools.partial(_attention, options, options.scores(q))
     operands = {"q": q, "k": k, "v": v, "segment_ids": segment_ids}
-    names = meshes.axes_of(axis_name, heads_axis)
+    names = meshes.axes_of(options.axis_name, options.heads_axis)
     if not names or meshes.is_bound(names):
         return body(**operands)
-    spec = global_arrays._with_axis(global_arrays._spec(q, q_spec), 4, 1, names)
+    spec = global_arrays._with_axis(global_arrays._spec(q, options.q_spec), 4, 1, names)
     rows, numbers = PartitionSpec(*spec[:3]), PartitionSpec(*spec[:2])
     return global_arrays.with_specs(
         body, "attention", operands, {"q": spec, "k": spec, "v": spec, "segment_ids": numbers},
-        axis_name=names, mesh=mesh, out_specs=(spec, rows) if return_lse else spec,
+        axis_name=names, mesh=options.mesh,
+        out_specs=(spec, rows) if options.return_lse else spec,
     )  # fmt: skip
 
 
 def _attention(
-    options: _Options, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+    options: _Options,
+    scores: Scores,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
 ) -> Any:
     """The attention of one rank's arrays."""
     gather, exchange = (
         (all_gather_reference, all_to_all_reference) if options.plain else (all_gather, all_to_all)
     )
-    heads_axis = options.heads_axis
-    if heads_axis is not None:
-        check_heads(_OP, q, k, meshes.axis_size(heads_axis))
-        q, k, v = ulysses_attention.to_heads(heads_axis, q, k, v, exchange)
+    if (axis := options.heads_axis) is not None:
+        axis = meshes.as_tuple(axis)
+        check_heads(_OP, q, k, meshes.axis_size(axis))
+        q, k, v = ulysses_attention.to_heads(axis, q, k, v, exchange)
         if segment_ids is not None:
-            segment_ids = gather(segment_ids, axis_name=heads_axis, axis=1, tiled=True)
-    o, lse = _split(options, q, k, v, segment_ids)
-    if heads_axis is not None:
-        o = ulysses_attention.to_positions(heads_axis, o, exchange)
+            segment_ids = gather(segment_ids, axis_name=axis, axis=1, tiled=True)
+    o, lse = _split(options, scores, q, k, v, segment_ids)
+    if axis is not None:
+        o = ulysses_attention.to_positions(axis, o, exchange)
         if options.return_lse:
-            lse = ulysses_attention.to_positions(heads_axis, lse, exchange)
+            lse = ulysses_attention.to_positions(axis, lse, exchange)
     return (o, lse) if options.return_lse else o
 
 
 def _split(
-    options: _Options, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
+    options: _Options,
+    scores: Scores,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     """(o, log-sum-exp) of a sequence that is split over `axis_name` alone. The log-sum-exp is None
     if o is one call of cuDNN, which returns none; with `return_lse` it is not that call."""
-    axis_name, scores, layout = options.axis_name, options.scores, options.layout
-    _, ranks = meshes.rank_and_size(axis_name)
-    check_length(_OP, layout, ranks, "q", q)
+    axis = None if options.axis_name is None else meshes.as_tuple(options.axis_name)
+    _, ranks = meshes.rank_and_size(axis)
+    check_length(_OP, options.layout, ranks, "q", q)
     if 0 in q.shape or 0 in k.shape:
         return jnp.zeros_like(q), jnp.full(q.shape[:3], -jnp.inf, sum_dtype(q.dtype))
-    call = Call(
-        axis_name, ranks, scores, layout, ring=_goes_around(options.ring, k, v, ranks),
-        precision=default_precision(),
+    params = Params(
+        axis, ranks, scores, options.layout, _goes_around(options.ring, k, v, ranks),
+        options.return_lse, default_precision(),
     )  # fmt: skip
+    passes = None
     if not options.plain:
-        if _is_one_call(call, q, options.return_lse, segment_ids):
-            if ranks > 1:
-                k, v = gather_keys(call, k, v)
-            return attend(
-                q, k, v, is_causal=scores.causal, scale=scores.scale, mask=None,
-                local_window_size=scores.window,
-            ), None  # fmt: skip
-        why_no_cudnn = _cudnn_by_chunks.why_not(q, k, scores, layout, ranks, segment_ids)
-        if why_no_cudnn is None:
-            call = _with_cudnn(call, q, k, v, segment_ids, options.return_lse)
-        else:
-            _say_if_no_kernel(why_no_cudnn, q, k, v, scores)
-    if axis_name is not None:
-        q, k, v = meshes.vary_together(axis_name, q, k, v)
-        if segment_ids is not None and meshes.tracks_vma(axis_name):
-            segment_ids = meshes.vary(segment_ids, meshes.as_tuple(axis_name))
-    return (of_split_reference if options.plain else of_split)(call, q, k, v, segment_ids)
-
-
-def _with_cudnn(
-    call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any, return_lse: bool
-) -> Call:
-    """A call whose parts cuDNN could compute, with the passes for which it is chosen."""
-    in_kernel = not call.ring and all_gather_attention.takes(
-        call.axis_name, call.ranks, segment_ids
-    )
-    own = in_kernel and all_gather_attention.beats_cudnn(q, k, v, call.scores)
-    own_gradients = return_lse or (
-        own and q.shape[1] <= all_gather_attention.MOST_POSITIONS_FOR_GRADIENTS
-    )
-    return dataclasses.replace(call, cudnn=not own, cudnn_backward=not own_gradients)
-
-
-def _say_if_no_kernel(
-    why_no_cudnn: str, q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores
-) -> None:
-    """Says once if nothing but XLA's operations takes a call on GPUs."""
-    if meshes.platform() != "gpu":
-        return
-    plan = flash_attention.plan(q, k, v, scores)
-    if plan.path == Path.REFERENCE:
-        _config.say_once(
-            logging.INFO,
-            f"{_OP} runs in XLA's operations: {why_no_cudnn}; no kernel: {plan.reason}",
-        )
+        passes = passes_of(params, q, k, v, segment_ids)
+        if passes.forward is one_call:  # JAX has its derivative
+            return one_call(params, q, k, v, segment_ids)
+    if axis is not None:
+        q, k, v = meshes.vary_together(axis, q, k, v)
+        if segment_ids is not None and meshes.tracks_vma(axis):
+            segment_ids = meshes.vary(segment_ids, axis)
+    if passes is None:
+        return of_split_reference(params, q, k, v, segment_ids)
+    return of_split(params, passes, q, k, v, segment_ids)
 
 
 def _goes_around(ring: bool | None, k: jax.Array, v: jax.Array, ranks: int) -> bool:
     if ring is None:
         return ranks * (k.size * k.dtype.itemsize + v.size * v.dtype.itemsize) > MOST_GATHERED
     return ring and ranks > 1
-
-
-def _is_one_call(call: Call, q: jax.Array, return_lse: bool, segment_ids: Any) -> bool:
-    """Whether one call of cuDNN's attention computes what the call asks for."""
-    scores = call.scores
-    no_mask = not scores.causal and scores.window is None and not call.ring
-    nothing_else = not return_lse and segment_ids is None and scores.softcap is None
-    return (
-        nothing_else
-        and (call.ranks == 1 or no_mask)
-        and _cudnn.takes_call(q, scores.causal, scores.window)
-    )

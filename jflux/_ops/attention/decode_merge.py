@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.interpreters import ad
 
-from ... import _config
-from ..._call import plans, primitives
+from ... import _config, _native
+from ..._call import forms, plans
+from ..._call.forms import Call, Op, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
-from ..._call.steps import Steps
+from ..._call.primitives import make_primitive
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from ..collectives import exchange
@@ -92,23 +92,18 @@ def _in_lax(arrays: Arrays, params: Params) -> list[jax.Array]:
     return _merged(gather.lax(x, params.axis_names), params)
 
 
-_STEPS = Steps("an all-gather and a merge")
-
-
-def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
-    (x,) = arrays
-    if x.dtype != np.float32:
-        return _STEPS.plan(f"parts are {x.dtype}, the kernel takes float32")
-    if params.world == 1:
-        return _STEPS.plan("there is one rank")
-    received = x.size * x.dtype.itemsize * params.world
+def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
+    (x,), world = call.arrays, call.params.world
+    if why := _native.why_not_dtypes(OP, "cuda", x.dtype):
+        return WhyNot(why)
+    if world == 1:
+        return WhyNot("there is one rank")
+    received = x.size * x.dtype.itemsize * world
     if received > exchange.MOST_BYTES_IN_PACKETS and not _config.config.always:
-        return _STEPS.plan(
-            f"{received} bytes reach a rank, for which packets are slower than chunks"
-        )
-    call = {"world": params.world, "rows": x.shape[0], "width": x.shape[1] - 1}
-    native = _STEPS.native_plan(OP, call, machine)
-    if isinstance(native, Plan):
+        return WhyNot(f"{received} bytes reach a rank, for which packets are slower than chunks")
+    fields = {"world": world, "rows": x.shape[0], "width": x.shape[1] - 1}
+    native = forms.native_plan(OP, fields, machine)
+    if isinstance(native, WhyNot):
         return native
     return plans.fused(f"{received} bytes reach a rank, in LL packets", native)
 
@@ -120,19 +115,18 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     return [y.reshape(x.shape)], [0]
 
 
-_primitive = primitives.make_primitive(
-    primitives.Rules(
-        name=OP,
-        result_shapes=lambda arrays, params: [(arrays[0].shape, arrays[0].dtype)],
-        reference=_in_lax,
-        decomposed=_in_two_steps,
-        plan=_plan,
-        plan_two_level=_STEPS.plan_two_level,
-        attributes=lambda arrays, params, plan: {},
-        batch=_batch,
-        same_over=lambda params: params.axis_names if params.same else (),
-    )
+_op = Op(
+    name=OP,
+    result_shapes=lambda arrays, params: [(arrays[0].shape, arrays[0].dtype)],
+    reference=_in_lax,
+    forms=(
+        forms.kernel(_takes, lambda arrays, params, plan: {}),
+        forms.decomposed(_in_two_steps, "an all-gather and a merge"),
+    ),
+    batch=_batch,
+    same_over=lambda params: params.axis_names if params.same else (),
 )
+_primitive = make_primitive(_op)
 
 
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:

@@ -14,9 +14,11 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
+from ... import _native
 from ..._call import derivatives, local_ops
+from ..._call.forms import Op, ShapeDtype
 from ..._call.plans import Arrays, Plan
-from ..._call.primitives import ShapeDtype
+from ..._call.primitives import make_primitive, plan_call
 from .._epilogue import sum_dtype
 from . import _blockwise
 from ._blockwise import NOWHERE, Positions, Scores
@@ -85,7 +87,7 @@ def backward(
 
 def plan(q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores) -> Plan:
     """How a GPU would run the forward pass of these operands."""
-    return local_ops.plan_call(_FORWARD, (q, k, v), Params.of(scores, q.dtype), "cuda")
+    return plan_call(_FORWARD, (q, k, v), (), Params.of(scores, q.dtype), "cuda").plan
 
 
 # ---- Operands ------------------------------------------------------------------------------------
@@ -139,8 +141,8 @@ def _backward_shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
 
 def why_not(arrays: Arrays, params: Any, platform: str) -> str | None:
     q, k, scores = arrays[0], arrays[1], params.scores
-    if q.dtype.name not in ("bfloat16", "float16"):
-        return f"operands are {q.dtype}, the kernel takes bfloat16 and float16"
+    if why := _native.why_not_dtypes("flash_attention", "cuda", q.dtype):
+        return why
     if q.shape[3] % 8 or q.shape[3] > _MOST_WIDTH:
         return (
             f"heads have {q.shape[3]} elements, the kernel takes a multiple of 8, up to "
@@ -312,40 +314,39 @@ def _batch(primitive: Primitive, operands: Any, dims: Any, *, params: Params) ->
     return [a.reshape(size, -1, *a.shape[1:]) for a in results], [0] * len(results)
 
 
-def _rules(name: str, **others: Any) -> local_ops.LocalRules:
-    return local_ops.LocalRules(
-        name=name,
+def _op(name: str, prepare: Any, **others: Any) -> Op:
+    form = local_ops.kernel(
+        name,
         why_not=why_not,
-        attributes=attributes,
-        batch=_batch,
+        attributes=lambda arrays, params, plan: attributes(params),
         checked_on_gpus=True,
         on_cpus=False,
         is_optional=True,
-        **others,
+        prepare=prepare,
     )
+    return Op(name=name, forms=(form,), batch=_batch, is_local=True, **others)
 
 
-_FORWARD = _rules(
-    OP, result_shapes=_forward_shapes, reference=_forward_reference, prepare=_prepare_forward,
+_FORWARD = _op(
+    OP, _prepare_forward, result_shapes=_forward_shapes, reference=_forward_reference,
     flops=lambda arrays, params: _blockwise.pairs_flops(arrays[0], arrays[1].shape[1]),
 )  # fmt: skip
-_BACKWARD = _rules(
-    BACKWARD, result_shapes=_backward_shapes, reference=_backward_reference,
-    prepare=_prepare_backward,
+_BACKWARD = _op(
+    BACKWARD, _prepare_backward, result_shapes=_backward_shapes, reference=_backward_reference,
     flops=lambda arrays, params: _blockwise.pairs_flops(
         arrays[0], arrays[1].shape[1], _blockwise.BACKWARD_PRODUCTS
     ),
 )  # fmt: skip
-_forward, _backward = local_ops.make_primitive(_FORWARD), local_ops.make_primitive(_BACKWARD)
+_forward, _backward = make_primitive(_FORWARD), make_primitive(_BACKWARD)
 
 
-def _differentiate_reference(primitive: Primitive, rules: local_ops.LocalRules) -> None:
+def _differentiate_reference(primitive: Primitive, op: Op) -> None:
     """Derivatives by those of _blockwise.py. First gradients in reverse mode do not come here, as
-    _split_sequence.py defines both passes."""
+    _passes.py defines both passes."""
 
     def jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
         def f(*arrays: jax.Array) -> list[jax.Array]:
-            return list(rules.reference(arrays, params))
+            return list(op.reference(arrays, params))
 
         return derivatives.jvp_of_moved(f, primals, tangents)
 

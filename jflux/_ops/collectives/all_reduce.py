@@ -14,12 +14,13 @@ from jax import lax
 from jax.interpreters import ad
 
 from ... import _native
-from ..._call import plans, primitives
+from ..._call import forms, plans
 from ..._call.derivatives import none_if_zero
+from ..._call.forms import Call, Form, Op, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
+from ..._call.primitives import make_primitive
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
-from ..._ranks.node_levels import Levels
 from .. import _epilogue, _lax, _norm, _two_level, _two_level_plan
 from .._collective import Collective
 from .._spec import OpSpec
@@ -226,8 +227,8 @@ def _reference(arrays: Arrays, params: Params) -> list[Any]:
 
 
 def _unsupported(x: Any, params: Params) -> str | None:
-    if x.dtype not in _product.CPU_DTYPES:
-        return f"{x.dtype} operands, the kernels take {', '.join(_native.DTYPES)}"
+    if why := _native.why_not_dtypes(OP, "cuda", x.dtype):
+        return why
     if params.world > _product.MAX_RANKS:
         return f"{params.world} ranks, the kernels take up to {_product.MAX_RANKS}"
     if x.size >= 1 << 31:
@@ -259,16 +260,16 @@ def _native_plan(x: Any, params: Params, machine: Machine, algorithm: str | None
     return machine.native_plan(OP, call)
 
 
-def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
-    x, *added = arrays
+def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
+    (x, *_), params = call.arrays, call.params
     kernel = _product_plan.why_kernel(params)
-    large = plans.reference(f"{x.size * x.dtype.itemsize} bytes, for which lax.psum is faster")
+    large = WhyNot(f"{x.size * x.dtype.itemsize} bytes, for which lax.psum is faster")
     if why := _unsupported(x, params):
         is_large = params.world <= _product.MAX_RANKS and x.size * x.dtype.itemsize > most_bytes(
             params.world
         )
         chosen_by_size = kernel is None and params.algorithm is None
-        return large if chosen_by_size and is_large else plans.unsupported(why)
+        return large if chosen_by_size and is_large else WhyNot(why, unsupported=True)
     chosen = _native_plan(x, params, machine, params.algorithm)
     if chosen["algorithm"] < 0:
         if kernel is None:
@@ -279,7 +280,7 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     if kernel is None and params.algorithm is None and algorithm == "chunked":
         alone = _native_plan(x, params.without_epilogue(), machine, algorithm)
         if alone["workspace_bytes"] > machine.heap_bytes // 2:
-            return plans.reference(
+            return WhyNot(
                 machine.why_no_room("chunks would take", alone["workspace_bytes"], "half")
             )
     by = "as asked for" if params.algorithm else f"chosen for {x.size * x.dtype.itemsize} bytes"
@@ -287,13 +288,9 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     return plans.fused(f"{words}; {params.prepared}" if params.prepared else words, chosen)
 
 
-def _plan_two_level(arrays: Arrays, params: Params, machine: Machine, levels: Levels) -> Plan:
-    if levels.local == 1:
-        return _two_level_plan.lax_alone(levels)
-    found = _two_level_plan.reference_inside(_plan, arrays, params, machine, levels)
-    if found is not None:
-        return found
-    x, *_ = arrays
+def _plan_two_level(call: Call) -> Plan:
+    (x, *_), params, levels = call.arrays, call.params, call.levels
+    assert levels is not None
     # Whole arrays between nodes save one of two steps inside them; else a rank sends its part.
     more = (levels.count - 1) * (1 - 1 / levels.local) * x.size * x.dtype.itemsize
     whole = (
@@ -304,8 +301,9 @@ def _plan_two_level(arrays: Arrays, params: Params, machine: Machine, levels: Le
     return _two_level_plan.two_level(levels, f"summed {steps}", whole=int(whole))
 
 
-def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
+def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     x, *added = arrays
+    levels = _two_level_plan.levels_of(plan)
     epilogue, names = params.epilogue, (levels.inside,)
     residual = [a.ravel() for a in added[: epilogue.residual]]
     transfers = _two_level.Transfers(levels)
@@ -405,20 +403,18 @@ def of_each(params: Params, ct: jax.Array, aval: Any) -> jax.Array:
     return bind(params.without_epilogue(), ct)[0]
 
 
-_primitive = primitives.make_primitive(
-    primitives.Rules(
-        name=OP,
-        result_shapes=_result,
-        reference=_reference,
-        two_level=_two_level_form,
-        plan_two_level=_plan_two_level,
-        plan=_plan,
-        canonical=_canonical,
-        attributes=_attributes,
-        batch=_batch,
-        same_over=lambda params: params.axis_names,
-    )
+_op = Op(
+    name=OP,
+    result_shapes=_result,
+    reference=_reference,
+    forms=(
+        forms.kernel(_takes, _attributes, canonical=_canonical),
+        Form(_two_level_plan.collective(_takes, _plan_two_level), _two_level_form),
+    ),
+    batch=_batch,
+    same_over=lambda params: params.axis_names,
 )
+_primitive = make_primitive(_op)
 ad.primitive_jvps[_primitive] = _jvp
 ad.primitive_transposes[_primitive] = _transpose
 
@@ -428,7 +424,7 @@ SPECS = (
         function=all_reduce,
         reference=reference,
         communication=lambda ndim, **_: Collective("all_reduce"),
-        dtypes={"cpu": _product.CPU_DTYPES, "cuda": _product.CPU_DTYPES},
+        dtypes={platform: _native.dtypes(OP, platform) for platform in ("cpu", "cuda")},
         gradient=(OP,),
         most_bytes=most_bytes,
     ),

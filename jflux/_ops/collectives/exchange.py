@@ -16,11 +16,12 @@ from jax import lax
 from jax.interpreters import ad
 
 from ... import _config, _native
-from ..._call import plans, primitives
+from ..._call import forms, plans
+from ..._call.forms import Call, Form, Op, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
+from ..._call.primitives import make_primitive
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
-from ..._ranks.node_levels import Levels
 from .. import _lax, _two_level, _two_level_plan
 from .._collective import Collective, Kind
 from .._collective import axis as normalize
@@ -439,30 +440,30 @@ def _unsupported(x: Any, params: Params, kind: Kind) -> str | None:
         return f"{params.world} ranks, the kernels take up to {_product.MAX_RANKS}"
     if x.size * x.dtype.itemsize >= 1 << 31:
         return "x has 2 GiB or more, the kernels take less"
-    if kind == "reduce_scatter" and x.dtype not in _product.CPU_DTYPES:
-        return f"{x.dtype} operands, the kernels take {', '.join(_native.DTYPES)}"
+    if kind == "reduce_scatter" and (why := _native.why_not_dtypes(kind, "cuda", x.dtype)):
+        return why
     if x.dtype.name.startswith(LESS_THAN_BYTES):
         return f"{x.dtype} operands, the kernels take whole bytes"
     return None
 
 
-def _plan(arrays: Arrays, params: Params, machine: Machine, kind: Kind) -> Plan:
-    (x,) = arrays
+def _takes(call: Call, machine: Machine, kind: Kind) -> Plan | WhyNot:
+    (x,), params = call.arrays, call.params
     received, chunked = bytes_received(x, params), _is_chunked(x, params)
     if _config.config.current().chunked is not None:
         kernel: str | None = "asked for"
     else:
         kernel = _product_plan.why_kernel(params)
     if kernel is None and chunked and received > most_bytes(params.world):
-        return plans.reference(f"{received} bytes reach a rank, for which lax is faster")
+        return WhyNot(f"{received} bytes reach a rank, for which lax is faster")
     if why := _unsupported(x, params, kind):
-        return plans.unsupported(why)
+        return WhyNot(why, unsupported=True)
     shard_bytes = x.size * x.dtype.itemsize // (1 if params.split is None else params.world)
-    call = {"world": params.world, "shard_bytes": shard_bytes, "chunked": chunked}
-    native = machine.native_plan(kind, call)
+    fields = {"world": params.world, "shard_bytes": shard_bytes, "chunked": chunked}
+    native = machine.native_plan(kind, fields)
     # Other calls should not find the heap full of what `lax` can move as well.
     if kernel is None and chunked and native["workspace_bytes"] > machine.heap_bytes // 3:
-        return plans.reference(
+        return WhyNot(
             machine.why_no_room("chunks would take", native["workspace_bytes"], "a third")
         )
     way = "chunks that signals announce" if chunked else "LL packets"
@@ -472,26 +473,18 @@ def _plan(arrays: Arrays, params: Params, machine: Machine, kind: Kind) -> Plan:
     )
 
 
-def _plan_two_level(
-    arrays: Arrays, params: Params, machine: Machine, levels: Levels, kind: Kind
-) -> Plan:
-    plan = functools.partial(_plan, kind=kind)
-    if levels.local == 1:
-        return _two_level_plan.lax_alone(levels)
-    found = _two_level_plan.reference_inside(plan, arrays, params, machine, levels)
-    if found is not None:
-        return found
+def _plan_two_level(call: Call, kind: Kind) -> Plan:
+    assert call.levels is not None
     order = "between nodes, then inside" if kind == "all_gather" else "inside nodes, then between"
-    return _two_level_plan.two_level(levels, f"{order}: two latencies")
+    return _two_level_plan.two_level(call.levels, f"{order}: two latencies")
 
 
-def _two_level_form(
-    arrays: Arrays, params: Params, plan: Plan, levels: Levels, kind: Kind
-) -> list[Any]:
+def _two_level_form(arrays: Arrays, params: Params, plan: Plan, kind: Kind) -> list[Any]:
     """An exchange over two levels. Ranks of one node exchange the data of all nodes at once. Ranks
     with the same place in their nodes exchange the data of one rank."""
     (x,) = arrays
     split, concat = params.split, params.concat
+    levels = _two_level_plan.levels_of(plan)
     transfers, names = _two_level.Transfers(levels), (levels.inside,)
     if kind == "all_gather":
         assert concat is not None
@@ -548,26 +541,30 @@ def _transpose(cotangents: Any, x: Any, *, params: Params, kind: Kind) -> Any:
     return _primitives[Collective(kind).transposed().kind].bind(ct, params=params)
 
 
-def _make(kind: Kind) -> Any:
-    primitive = primitives.make_primitive(
-        primitives.Rules(
-            name=kind,
-            result_shapes=functools.partial(_result, kind=kind),
-            reference=functools.partial(_reference, kind=kind),
-            plan=functools.partial(_plan, kind=kind),
-            two_level=functools.partial(_two_level_form, kind=kind),
-            plan_two_level=functools.partial(_plan_two_level, kind=kind),
-            attributes=_attributes,
-            batch=_batch,
-            same_over=lambda params: params.axis_names if params.same else (),
-        )
+def _op_of(kind: Kind) -> Op:
+    takes = functools.partial(_takes, kind=kind)
+    plan_two_level = functools.partial(_plan_two_level, kind=kind)
+    return Op(
+        name=kind,
+        result_shapes=functools.partial(_result, kind=kind),
+        reference=functools.partial(_reference, kind=kind),
+        forms=(
+            forms.kernel(takes, _attributes),
+            Form(
+                _two_level_plan.collective(takes, plan_two_level),
+                functools.partial(_two_level_form, kind=kind),
+            ),
+        ),
+        batch=_batch,
+        same_over=lambda params: params.axis_names if params.same else (),
     )
-    ad.deflinear2(primitive, functools.partial(_transpose, kind=kind))
-    return primitive
 
 
 _KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_to_all")
-_primitives: dict[str, Any] = {kind: _make(kind) for kind in _KINDS}
+_ops: dict[str, Op] = {kind: _op_of(kind) for kind in _KINDS}
+_primitives: dict[str, Any] = {kind: make_primitive(op) for kind, op in _ops.items()}
+for _kind in _KINDS:
+    ad.deflinear2(_primitives[_kind], functools.partial(_transpose, kind=_kind))
 
 
 def _spec(
@@ -577,7 +574,7 @@ def _spec(
     communication: Callable[..., Collective],
     *ways: dict[str, Any],
 ) -> OpSpec:
-    types = _product.CPU_DTYPES if kind == "reduce_scatter" else frozenset()
+    types = _native.dtypes(kind, "cuda")  # empty: whatever they are
     return OpSpec(
         name=kind,
         function=function,

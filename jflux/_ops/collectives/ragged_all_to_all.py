@@ -15,14 +15,18 @@ from jax import lax
 from jax.interpreters import ad
 
 from ... import _config
-from ..._call import plans, primitives, value_checks
+from ..._call import forms, plans, value_checks
+from ..._call.forms import Call, Form, Op, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
+from ..._call.primitives import make_primitive
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from .._collective import Collective
 from .._spec import OpSpec
 from ..products import _product
 from . import exchange
+
+OP = "ragged_all_to_all"
 
 _SIZES = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
 
@@ -107,7 +111,7 @@ def ragged_all_to_all(
             f"jflux.ragged_all_to_all: input_offsets has {arrays[2].shape[0]} elements, which must "
             f"be a multiple of the {world} ranks"
         )
-    if world == 1 or _product.is_for_lax("ragged_all_to_all", axis_name, *arrays):
+    if world == 1 or _product.is_for_lax(OP, axis_name, *arrays):
         return reference(*arrays, axis_name=axis_name, axis_index_groups=axis_index_groups)
     axes, _ = meshes.axes_and_groups(names)
     arrays = meshes.vary_together(axes, *arrays)
@@ -228,32 +232,38 @@ def _unsupported(arrays: Arrays, params: Params, machine: Machine) -> str | None
     return plans.why_unchecked(SPECS[0].checked_on_gpus) if machine.on_gpus else None
 
 
-def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
-    if why := _unsupported(arrays, params, machine):
-        return plans.unsupported(why)
-    call = _call(arrays, params)
-    chunked = _is_chunked(call, machine.on_gpus)
-    native = machine.native_plan("ragged_all_to_all", {**call, "chunked": chunked})
+def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
+    if why := _unsupported(call.arrays, call.params, machine):
+        return WhyNot(why, unsupported=True)
+    fields = _call(call.arrays, call.params)
+    chunked = _is_chunked(fields, machine.on_gpus)
+    native = machine.native_plan(OP, {**fields, "chunked": chunked})
     too_large = native["workspace_bytes"] > machine.heap_bytes // 3 and not _config.config.always
     if too_large and not chunked:  # packets take twice as much
         chunked = True
-        native = machine.native_plan("ragged_all_to_all", {**call, "chunked": True})
+        native = machine.native_plan(OP, {**fields, "chunked": True})
         too_large = native["workspace_bytes"] > machine.heap_bytes // 3
     if too_large:
-        return _in_parts(arrays, params, machine, call)
+        return WhyNot(_IN_PARTS)
     way = "chunks that signals announce" if chunked else "LL packets"
-    received = call["batch"] * call["output_rows"] * call["row_bytes"]
+    received = fields["batch"] * fields["output_rows"] * fields["row_bytes"]
     reason = f"at most {received} bytes reach a rank, in {way}"
     return plans.fused(reason, {**native, "chunked": int(chunked)})
 
 
-def _in_parts(arrays: Arrays, params: Params, machine: Machine, call: dict[str, int]) -> Plan:
+#: Why the kernel does not take a call that it may take in parts.
+_IN_PARTS = "the workspace takes more than a third of the heap"
+
+
+def _takes_by_parts(call: Call, machine: Machine) -> Plan | WhyNot | None:
     """Other calls should not find the heap full: rows are cut, as far as they can be."""
-    _, output, *_ = arrays
+    if call.levels is not None or _takes(call, machine) != WhyNot(_IN_PARTS):
+        return None
+    fields, (_, output, *_) = _call(call.arrays, call.params), call.arrays
     for parts in (2 << i for i in range(16)):
         columns = -(-_row_elements(output) // parts)
-        part = {**call, "row_bytes": columns * output.dtype.itemsize, "chunked": True}
-        taken = machine.native_plan("ragged_all_to_all", part)["workspace_bytes"]
+        part = {**fields, "row_bytes": columns * output.dtype.itemsize, "chunked": True}
+        taken = machine.native_plan(OP, part)["workspace_bytes"]
         if taken <= machine.heap_bytes // 3:
             reason = (
                 f"{parts} calls of a part of each row, since a third of a heap of "
@@ -262,9 +272,10 @@ def _in_parts(arrays: Arrays, params: Params, machine: Machine, call: dict[str, 
             return dataclasses.replace(plans.decomposed(reason), config={"parts": parts})
         if columns == 1:
             break
-    return plans.unsupported(
-        f"{call['batch'] * call['output_rows']} rows of the result take more than a third of a "
-        f"heap of {machine.heap_bytes} bytes, however narrow they are cut; {plans.MORE_HEAP}"
+    return WhyNot(
+        f"{fields['batch'] * fields['output_rows']} rows of the result take more than a third of a "
+        f"heap of {machine.heap_bytes} bytes, however narrow they are cut; {plans.MORE_HEAP}",
+        unsupported=True,
     )
 
 
@@ -361,18 +372,17 @@ def _written(rows: int, places: jax.Array, sizes: jax.Array) -> jax.Array:
     return jnp.cumsum(edges)[:-1] > 0
 
 
-RULES = primitives.Rules(
-    name="ragged_all_to_all",
+_op = Op(
+    name=OP,
     result_shapes=_result,
     reference=_reference,
-    plan=_plan,
-    attributes=_attributes,
+    forms=(
+        forms.kernel(_takes, _attributes, aliases={1: 0}),
+        Form(_takes_by_parts, _by_parts),
+    ),
     batch=_batch,
-    decomposed=_by_parts,
-    form_without_room=False,
-    aliases={1: 0},
 )
-_primitive = primitives.make_primitive(RULES)
+_primitive = make_primitive(_op)
 ad.primitive_jvps[_primitive] = _jvp
 ad.primitive_transposes[_primitive] = _transpose
 
@@ -389,12 +399,12 @@ def _equal_slices(x: jax.Array, axis_name: AxisName) -> tuple[jax.Array, ...]:
 
 SPECS = (
     OpSpec(
-        name="ragged_all_to_all",
+        name=OP,
         function=ragged_all_to_all,
         reference=reference,
         communication=lambda ndim, **_: Collective("all_to_all", 0, 0),
         operands=_equal_slices,
         dtypes={"cpu": frozenset(), "cuda": frozenset()},
-        gradient=("ragged_all_to_all", "all_to_all"),
+        gradient=(OP, "all_to_all"),
     ),
 )

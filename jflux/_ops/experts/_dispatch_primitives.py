@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,11 @@ import numpy as np
 from jax import lax
 
 from ... import _config, _native, moe
-from ..._call import derivatives, plans, primitives
+from ..._call import derivatives, forms, plans
 from ..._call.derivatives import total
+from ..._call.forms import AttributesRule, Call, Form, Op, Run, ShapeDtype, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
-from ..._call.steps import Steps
+from ..._call.primitives import make_primitive
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from .._epilogue import sum_dtype
@@ -130,8 +131,8 @@ def _why_not(call: dict[str, int], dtype: Any) -> str | None:
     """Why no kernel takes such a dispatch on any machine, or None."""
     if not 2 <= call["world"] <= _product.MAX_RANKS:
         return f"the kernel is for 2 to {_product.MAX_RANKS} ranks, not for {call['world']}"
-    if dtype.name not in _TYPES:
-        return _not_our_type(dtype)
+    if why := _native.why_not_dtypes("moe_combine", "cuda", dtype):
+        return why
     try:
         taken = _native.plan(OP, call, 0, 0.0)["workspace_bytes"]
     except ValueError as refused:
@@ -205,15 +206,6 @@ def _of_slots(numbers: jax.Array, expert_row: jax.Array) -> jax.Array:
 
 # ---- How a dispatch lowers -----------------------------------------------------------------------
 
-_DISPATCH_STEPS = Steps("all tokens to all ranks")
-_COMBINE_STEPS = Steps("an all-to-all of sums")
-
-_TYPES = ("bfloat16", "float16", "float32")
-
-
-def _not_our_type(dtype: Any) -> str:
-    return f"rows are {dtype}, the kernels take bfloat16, float16 and float32"
-
 
 def _call(arrays: Arrays, params: Params) -> dict[str, int]:
     """A dispatch as the native plan function reads it."""
@@ -231,56 +223,73 @@ def _call(arrays: Arrays, params: Params) -> dict[str, int]:
     }
 
 
-def _plan_of(steps: Steps, op: str, call: dict[str, int], dtype: Any, machine: Machine) -> Plan:
-    if dtype.name not in _TYPES:
-        return steps.plan(_not_our_type(dtype))
-    rows = call["world"] * call["tokens"]
-    # A dispatch sends a row in up to 8 parts, each with a signal. If the workspace does not fit,
-    # try fewer parts, which take fewer signals.
-    for most_parts in (8, 4, 2, 1):
-        call = call | {"most_parts": most_parts}
-        native = steps.native_plan(op, call, machine, fills="places of tokens")
-        if not isinstance(native, Plan):
-            words = f"one kernel, with places for {rows} tokens on each rank"
-            return plans.fused(words, native)
-    assert isinstance(native, Plan)
-    for pieces in (2, 4, 8):
-        if call["row_bytes"] % (16 * pieces) == 0:
-            piece = call | {"row_bytes": call["row_bytes"] // pieces}
-            if not isinstance(steps.native_plan(op, piece, machine, fills="places"), Plan):
-                no_room = native.reason.removeprefix(f"{steps.words}: ")
-                why = f"{pieces} calls of a part of each row, since {no_room}"
-                return dataclasses.replace(plans.decomposed(why), config={"pieces": pieces})
-    return native
+class _Fields(Protocol):
+    """A call -> (its fields as the native plan function reads them, the type of rows)."""
+
+    def __call__(self, call: Call) -> tuple[dict[str, int], Any]: ...
 
 
-def _in_pieces(rows: jax.Array, plan: Plan) -> list[jax.Array]:
-    """The rows cut into the pieces that the plan moves in calls of their own; [] for one call."""
-    pieces = plan.config.get("pieces", 0)
-    return jnp.split(rows, pieces, axis=1) if pieces else []
+def _forms(
+    op: str, fields_of: _Fields, attributes: AttributesRule, in_pieces: Run, steps: Form
+) -> tuple[Form, ...]:
+    """The forms of a dispatch, or a combine: one kernel; several calls of it, each of a part of
+    every row; and steps."""
+
+    def native_plan(fields: dict[str, int], machine: Machine, places: str) -> Any:
+        return forms.native_plan(op, fields, machine, fills=places)
+
+    def takes(call: Call, machine: Machine) -> Plan | WhyNot:
+        fields, dtype = fields_of(call)
+        if why := _native.why_not_dtypes("moe_combine", "cuda", dtype):
+            return WhyNot(why)
+        # A dispatch sends a row in up to 8 parts, each with a signal. If the workspace does not
+        # fit, try fewer parts, which take fewer signals.
+        for most_parts in (8, 4, 2, 1):
+            fields |= {"most_parts": most_parts}
+            native = native_plan(fields, machine, "places of tokens")
+            if not isinstance(native, WhyNot):
+                rows = fields["world"] * fields["tokens"]
+                words = f"one kernel, with places for {rows} tokens on each rank"
+                return plans.fused(words, native)
+        return native
+
+    def takes_pieces(call: Call, machine: Machine) -> Plan | None:
+        fields, dtype = fields_of(call)
+        if call.levels is not None or _native.why_not_dtypes("moe_combine", "cuda", dtype):
+            return None
+        if not isinstance(no_room := takes(call, machine), WhyNot):
+            return None
+        for pieces in (2, 4, 8):
+            if fields["row_bytes"] % (16 * pieces) == 0:
+                piece = fields | {"most_parts": 1, "row_bytes": fields["row_bytes"] // pieces}
+                if not isinstance(native_plan(piece, machine, "places"), WhyNot):
+                    why = f"{pieces} calls of a part of each row, since {no_room.reason}"
+                    return dataclasses.replace(plans.decomposed(why), config={"pieces": pieces})
+        return None
+
+    return forms.kernel(takes, attributes), Form(takes_pieces, in_pieces), steps
 
 
-def _dispatch_decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
+def _pieces(rows: jax.Array, plan: Plan) -> list[jax.Array]:
+    """The rows cut into the pieces that the plan moves in calls of their own."""
+    return jnp.split(rows, plan.config["pieces"], axis=1)
+
+
+def _dispatch_in_pieces(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     x, *choices = arrays
-    found = [
-        _dispatch_primitive.bind(piece, *choices, params=params) for piece in _in_pieces(x, plan)
-    ]
-    if not found:
-        return _dispatch_by_gathers(arrays, params)
+    found = [_dispatch_primitive.bind(piece, *choices, params=params) for piece in _pieces(x, plan)]
     return [jnp.concatenate([rows for rows, *_ in found], axis=1), *found[0][1:]]
 
 
-def _combine_decomposed(arrays: Arrays, params: CombineParams, plan: Plan) -> list[Any]:
+def _combine_in_pieces(arrays: Arrays, params: CombineParams, plan: Plan) -> list[Any]:
     y, *places = arrays
     found = [
-        _combine_primitive.bind(piece, *places, params=params)[0] for piece in _in_pieces(y, plan)
+        _combine_primitive.bind(piece, *places, params=params)[0] for piece in _pieces(y, plan)
     ]
-    if not found:
-        return _combine_by_all_to_all(arrays, params)
     return [jnp.concatenate(found, axis=1)]
 
 
-def _dispatch_shapes(arrays: Arrays, params: Params) -> list[primitives.ShapeDtype]:
+def _dispatch_shapes(arrays: Arrays, params: Params) -> list[ShapeDtype]:
     x, indices, _ = arrays
     return [
         ((params.rows, x.shape[1]), x.dtype),
@@ -291,7 +300,7 @@ def _dispatch_shapes(arrays: Arrays, params: Params) -> list[primitives.ShapeDty
     ]
 
 
-def _dispatch_by_gathers(arrays: Arrays, params: Params) -> list[Any]:
+def _dispatch_by_gathers(arrays: Arrays, params: Params, plan: Plan | None = None) -> list[Any]:
     """A dispatch in which each rank gathers all tokens and keeps the rows of its experts."""
     x, indices, weights = (
         exchange.all_gather(a, axis_name=params.axis_names, axis=0, tiled=True) for a in arrays
@@ -326,43 +335,45 @@ def _dispatch_attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str
     }
 
 
-_dispatch_primitive = primitives.make_primitive(
-    primitives.Rules(
-        name=OP,
-        result_shapes=_dispatch_shapes,
-        reference=_dispatch_by_gathers,
-        decomposed=_dispatch_decomposed,
-        plan=lambda arrays, params, machine: _plan_of(
-            _DISPATCH_STEPS, OP, _call(arrays, params), arrays[0].dtype, machine
-        ),
-        plan_two_level=_DISPATCH_STEPS.plan_two_level,
-        attributes=_dispatch_attributes,
-        batch=_product.bind_one_by_one,
-    )
+_dispatch_op = Op(
+    name=OP,
+    result_shapes=_dispatch_shapes,
+    reference=_dispatch_by_gathers,
+    forms=_forms(
+        OP,
+        lambda call: (_call(call.arrays, call.params), call.arrays[0].dtype),
+        _dispatch_attributes,
+        _dispatch_in_pieces,
+        forms.decomposed(_dispatch_by_gathers, "all tokens to all ranks"),
+    ),
+    batch=_product.bind_one_by_one,
 )
+_dispatch_primitive = make_primitive(_dispatch_op)
 
 
 # ---- How a combine lowers ------------------------------------------------------------------------
 
 
-def _plan_combine(arrays: Arrays, params: CombineParams, machine: Machine) -> Plan:
-    y, *_, rank = arrays
-    call = {
-        "world": params.world,
+def _combine_fields(call: Call) -> tuple[dict[str, int], Any]:
+    y, *_, rank = call.arrays
+    fields = {
+        "world": call.params.world,
         "tokens": rank.shape[0],
         "slots": rank.shape[1],
         "row_bytes": y.shape[1] * y.dtype.itemsize,
         "rows": y.shape[0],
     }
-    return _plan_of(_COMBINE_STEPS, COMBINE, call, y.dtype, machine)
+    return fields, y.dtype
 
 
-def _combine_shapes(arrays: Arrays, params: CombineParams) -> list[primitives.ShapeDtype]:
+def _combine_shapes(arrays: Arrays, params: CombineParams) -> list[ShapeDtype]:
     y, *_, rank = arrays
     return [((rank.shape[0], y.shape[1]), params.out_dtype)]
 
 
-def _combine_by_all_to_all(arrays: Arrays, params: CombineParams) -> list[Any]:
+def _combine_by_all_to_all(
+    arrays: Arrays, params: CombineParams, plan: Plan | None = None
+) -> list[Any]:
     """A combine in which every rank sends back a row for each token, of zeros if it has none."""
     y, w, _, slot, expert_row, rank = arrays
     sums = moe_rows.combine(y, w, slot, expert_row)
@@ -372,18 +383,20 @@ def _combine_by_all_to_all(arrays: Arrays, params: CombineParams) -> list[Any]:
     return [summed(back, row).astype(params.out_dtype)]
 
 
-_combine_primitive = primitives.make_primitive(
-    primitives.Rules(
-        name=COMBINE,
-        result_shapes=_combine_shapes,
-        reference=_combine_by_all_to_all,
-        decomposed=_combine_decomposed,
-        plan=_plan_combine,
-        plan_two_level=_COMBINE_STEPS.plan_two_level,
-        attributes=lambda arrays, params, plan: {"parts": np.int64(plan.config["parts"])},
-        batch=_product.bind_one_by_one,
-    )
+_combine_op = Op(
+    name=COMBINE,
+    result_shapes=_combine_shapes,
+    reference=_combine_by_all_to_all,
+    forms=_forms(
+        COMBINE,
+        _combine_fields,
+        lambda arrays, params, plan: {"parts": np.int64(plan.config["parts"])},
+        _combine_in_pieces,
+        forms.decomposed(_combine_by_all_to_all, "an all-to-all of sums"),
+    ),
+    batch=_product.bind_one_by_one,
 )
+_combine_primitive = make_primitive(_combine_op)
 
 
 # ---- Derivatives ---------------------------------------------------------------------------------

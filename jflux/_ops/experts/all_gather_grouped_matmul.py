@@ -19,10 +19,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from ... import _config, _native
-from ..._call import derivatives, plans, primitives
+from ..._call import derivatives, forms, plans
 from ..._call.derivatives import total
+from ..._call.forms import Call, Op, ShapeDtype, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
-from ..._call.steps import Steps
+from ..._call.primitives import make_primitive
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from .. import _epilogue
@@ -222,8 +223,6 @@ def _rows(x: jax.Array, routing: Routing, params: Params) -> jax.Array:
 
 # ---- What the lowering asks ----------------------------------------------------------------------
 
-_STEPS = Steps("an all-gather, then a grouped product")
-
 
 def _sizes(arrays: Arrays, params: Params) -> dict[str, int]:
     operands = _split(arrays, params)
@@ -245,12 +244,12 @@ def _call(arrays: Arrays, params: Params) -> dict[str, int]:
     """A call of types that kernels take, as the native plan function reads it, but for a tile that
     a test forces."""
     return _sizes(arrays, params) | {
-        "dtype": _native.DTYPES.index(arrays[0].dtype.name),
-        "out_dtype": _native.DTYPES.index(params.out_dtype.name),
+        "dtype": _native.dtype_number(arrays[0].dtype),
+        "out_dtype": _native.dtype_number(params.out_dtype),
     }
 
 
-def _shapes(arrays: Arrays, params: Params) -> list[primitives.ShapeDtype]:
+def _shapes(arrays: Arrays, params: Params) -> list[ShapeDtype]:
     sizes = _sizes(arrays, params)
     shape = (sizes["world"] * sizes["tokens"] * sizes["choices"], sizes["n"])
     return [(shape, params.out_dtype)] * (1 + (params.weights if params.sums else 0))
@@ -261,30 +260,30 @@ def _in_two_steps(arrays: Arrays, params: Params, plan: Plan | None = None) -> l
     return two_steps(operands.x, operands.ws, operands.routing, params)
 
 
-def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
-    operands = _split(arrays, params)
+def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
+    params, operands = call.params, _split(call.arrays, call.params)
     x, w = operands.x, operands.ws[0]
     if why := _product.kernel_takes(x, w, params.out_dtype, params.world, machine.platform):
-        return _STEPS.plan(why)
+        return WhyNot(why)
     if params.world == 1 and not machine.on_gpus:
-        return _STEPS.plan("there is one rank, and nothing to gather")
-    call = _call(arrays, params)
-    columns = call["n"] * params.weights
+        return WhyNot("there is one rank, and nothing to gather")
+    fields = _call(call.arrays, params)
+    columns = fields["n"] * params.weights
     if machine.on_gpus and columns > MOST_COLUMNS and not _config.config.always:
-        return _STEPS.plan(f"of {columns} columns the grouped product is faster")
+        return WhyNot(f"of {columns} columns the grouped product is faster")
     if machine.on_gpus:
-        call |= _grouped_primitives.forced_configuration(params.gated)
-    native = _STEPS.native_plan(OP, call, machine, fills="tokens")
-    if isinstance(native, Plan):
+        fields |= _grouped_primitives.forced_configuration(params.gated)
+    native = forms.native_plan(OP, fields, machine, fills="tokens")
+    if isinstance(native, WhyNot):
         return native
     waits_for_all = machine.on_gpus and params.world > 1 and native["parts"] == 0
-    rows = _grouped_primitives.rows_from_each_rank(call)
+    rows = _grouped_primitives.rows_from_each_rank(fields)
     if not _config.config.always and waits_for_all and rows < LEAST_ROWS:
         why = f"experts have few rows, {rows:.3g} of each rank, and all tiles would wait for them"
-        return _STEPS.plan(why)
+        return WhyNot(why)
     way = "tiles of own tokens first" if native["parts"] else "tiles in the order of experts"
     if waits_for_all:
-        way += f", since {_grouped_primitives.why_one_class(call, _native.MOST_SPANS)}"
+        way += f", since {_grouped_primitives.why_one_class(fields, _native.MOST_SPANS)}"
     return plans.fused(f"one kernel gathers and multiplies, {way}", native)
 
 
@@ -306,19 +305,19 @@ def _flops(arrays: Arrays, params: Params) -> int:
     return 2 * rows * sizes["k"] * sizes["n"] * params.weights
 
 
-RULES = primitives.Rules(
+_op = Op(
     name=OP,
     result_shapes=_shapes,
     # Where no kernel can reach the peers, the grouped product's own kernel is still of use.
     reference=_in_two_steps,
-    plan=_plan,
-    plan_two_level=_STEPS.plan_two_level,
-    attributes=_attributes,
+    forms=(
+        forms.kernel(_takes, _attributes),
+        forms.decomposed(_in_two_steps, "an all-gather, then a grouped product"),
+    ),
     batch=_product.bind_one_by_one,
-    decomposed=_in_two_steps,
     flops=_flops,
 )
-_primitive = primitives.make_primitive(RULES)
+_primitive = make_primitive(_op)
 
 
 # ---- Derivatives ---------------------------------------------------------------------------------

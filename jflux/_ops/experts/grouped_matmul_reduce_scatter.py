@@ -18,10 +18,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ... import _config, _native
-from ..._call import derivatives, plans, primitives
+from ..._call import derivatives, forms, plans
 from ..._call.derivatives import total
+from ..._call.forms import Call, Op, ShapeDtype, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
-from ..._call.steps import Steps
+from ..._call.primitives import make_primitive
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from .. import _epilogue
@@ -229,8 +230,6 @@ def _scattered_sums(y: Any, weights: Any, kept: _Operands, params: Params) -> An
 
 # ---- What the lowering asks ----------------------------------------------------------------------
 
-_STEPS = Steps("a grouped product, then a reduce-scatter")
-
 
 def _call(arrays: Arrays, params: Params) -> dict[str, int]:
     """A call of types that kernels take, as the native plan function reads it, but for a tile that
@@ -243,39 +242,39 @@ def _call(arrays: Arrays, params: Params) -> dict[str, int]:
         "k": kept.h.shape[1],
         "n": kept.w.shape[1 if params.transpose_rhs else 2],
         "groups": kept.w.shape[0],
-        "dtype": _native.DTYPES.index(kept.h.dtype.name),
-        "out_dtype": _native.DTYPES.index(params.out_dtype.name),
+        "dtype": _native.dtype_number(kept.h.dtype),
+        "out_dtype": _native.dtype_number(params.out_dtype),
         "transpose_rhs": int(params.transpose_rhs),
         "owners": params.owners,
     }
 
 
-def _shapes(arrays: Arrays, params: Params) -> list[primitives.ShapeDtype]:
+def _shapes(arrays: Arrays, params: Params) -> list[ShapeDtype]:
     kept = _Operands(*arrays)
     tokens, columns = kept.destination.shape[0], kept.w.shape[1 if params.transpose_rhs else 2]
     shapes = (tokens // params.world, columns), (kept.h.shape[0], columns)
     return [(shape, params.out_dtype) for shape in shapes]
 
 
-def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
-    kept = _Operands(*arrays)
+def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
+    params, kept = call.params, _Operands(*call.arrays)
     if why := _product.kernel_takes(
         kept.h, kept.w, params.out_dtype, params.world, machine.platform
     ):
-        return _STEPS.plan(why)
+        return WhyNot(why)
     if params.world == 1 and not (machine.on_gpus and _config.config.always):
-        return _STEPS.plan("there is one rank, and nothing to scatter")
-    call = _call(arrays, params)
-    if machine.on_gpus and call["k"] < LEAST_UNITS and not _config.config.always:
-        return _STEPS.plan(f"a product of {call['k']} units does not hide the sums")
+        return WhyNot("there is one rank, and nothing to scatter")
+    fields = _call(call.arrays, params)
+    if machine.on_gpus and fields["k"] < LEAST_UNITS and not _config.config.always:
+        return WhyNot(f"a product of {fields['k']} units does not hide the sums")
     if machine.on_gpus:
-        call |= _grouped_primitives.forced_configuration(False)
-    native = _STEPS.native_plan(OP, call, machine, fills="sums")
-    if isinstance(native, Plan):
+        fields |= _grouped_primitives.forced_configuration(False)
+    native = forms.native_plan(OP, fields, machine, fills="sums")
+    if isinstance(native, WhyNot):
         return native
     if not _config.config.always and machine.on_gpus and native["parts"] == 0:
-        why = _grouped_primitives.why_one_class(call, _native.FEW_SPANS)
-        return _STEPS.plan(f"{why}, and all sums would wait for all tiles")
+        why = _grouped_primitives.why_one_class(fields, _native.FEW_SPANS)
+        return WhyNot(f"{why}, and all sums would wait for all tiles")
     way = "tiles of peers' tokens first" if native["parts"] else "tiles in the order of experts"
     return plans.fused(f"one kernel multiplies, sums and scatters, {way}", native)
 
@@ -294,19 +293,19 @@ def _flops(arrays: Arrays, params: Params) -> int:
     return 2 * h.shape[0] * w.shape[1] * w.shape[2]
 
 
-RULES = primitives.Rules(
+_op = Op(
     name=OP,
     result_shapes=_shapes,
     # Where no kernel can reach the peers, the grouped product's own kernel is still of use.
     reference=_in_two_steps,
-    plan=_plan,
-    plan_two_level=_STEPS.plan_two_level,
-    attributes=_attributes,
+    forms=(
+        forms.kernel(_takes, _attributes),
+        forms.decomposed(_in_two_steps, "a grouped product, then a reduce-scatter"),
+    ),
     batch=_product.bind_one_by_one,
-    decomposed=_in_two_steps,
     flops=_flops,
 )
-_primitive = primitives.make_primitive(RULES)
+_primitive = make_primitive(_op)
 
 
 # ---- Derivatives ---------------------------------------------------------------------------------

@@ -24,9 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
+from ... import _native
 from ..._call import local_ops
+from ..._call.forms import Op, ShapeDtype
 from ..._call.plans import Arrays
-from ..._call.primitives import ShapeDtype
+from ..._call.primitives import make_primitive
 from .. import _epilogue
 
 OP = "moe_rows"
@@ -34,7 +36,6 @@ OP = "moe_rows"
 #: The two operands of each result, in order.
 _OPERANDS = {"g": ("y", "w"), "y": ("g", "w"), "w": ("y", "g")}
 _FORMS = tuple(_OPERANDS)  # in the order of MoeRowsForm
-_VECTOR = 16  # bytes, which a row has a multiple of in the kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,14 +105,17 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     a, b, _, destination = arrays
     types = [d.dtype.name for d in (a, b, params)]
     first, second, out = types
-    if first not in ("bfloat16", "float16", "float32"):
-        return f"rows are {first}, the kernels take bfloat16, float16 and float32"
+    if why := _native.why_not_dtypes("moe_rows", "cuda", first):
+        return why
     other = first if params.result == "w" else "float32"
     results = {"g": (first, "float32"), "y": (first,), "w": ("float32",)}[params.result]
     if second != other or out not in results:
         return f"the kernels do not take {first} and {second} with a result of {out}"
-    if a.shape[1] * a.dtype.itemsize % _VECTOR:
-        return f"rows have {a.shape[1]} {first}, the kernels take multiples of {_VECTOR} bytes"
+    if a.shape[1] * a.dtype.itemsize % _native.VECTOR_BYTES:
+        return (
+            f"rows have {a.shape[1]} {first}, the kernels take multiples of "
+            f"{_native.VECTOR_BYTES} bytes"
+        )
     if 0 in (*a.shape, *b.shape, *arrays[2].shape, *destination.shape):
         return "an operand is empty"
     return None
@@ -122,17 +126,26 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     return results, [0] * len(results)
 
 
-_primitive = local_ops.make_primitive(
-    local_ops.LocalRules(
+_primitive = make_primitive(
+    Op(
         name=OP,
         result_shapes=_shapes,
         reference=_reference,
-        why_not=_why_not,
-        attributes=lambda params: {"form": np.int64(_FORMS.index(params.result))},
+        forms=(
+            local_ops.kernel(
+                OP,
+                why_not=_why_not,
+                attributes=lambda arrays, params, plan: {
+                    "form": np.int64(_FORMS.index(params.result))
+                },
+                # Right, and slower than XLA in a dispatch (docs/experiments/0038).
+                checked_on_gpus=False,
+                on_cpus=False,
+                is_optional=True,
+            ),
+        ),
         batch=_batch,
-        checked_on_gpus=False,  # right, and slower than XLA in a dispatch (experiments/0038)
-        on_cpus=False,
-        is_optional=True,
+        is_local=True,
     )
 )
 

@@ -13,8 +13,9 @@ import numpy as np
 from jax import lax
 
 from ..._call import local_ops, value_checks
+from ..._call.forms import Op, ShapeDtype
 from ..._call.plans import Arrays
-from ..._call.primitives import ShapeDtype
+from ..._call.primitives import make_primitive
 from .._epilogue import sum_dtype
 from ..products import _product
 from . import moe_rows
@@ -249,16 +250,22 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     )
 
 
-_primitive = local_ops.make_primitive(
-    local_ops.LocalRules(
+_primitive = make_primitive(
+    Op(
         name=OP,
         result_shapes=_shapes,
         reference=reference,
-        why_not=_why_not,
-        why_not_portable=_why_not_portable,
-        attributes=lambda params: {"capacity": np.int64(params.capacity)},
+        forms=(
+            local_ops.kernel(
+                OP,
+                why_not=_why_not,
+                why_not_portable=_why_not_portable,
+                attributes=lambda arrays, params, plan: {"capacity": np.int64(params.capacity)},
+                checked_on_gpus=True,
+            ),
+        ),
         batch=_batch,
-        checked_on_gpus=True,
+        is_local=True,
     )
 )
 local_ops.without_derivative(_primitive)

@@ -23,11 +23,12 @@ from jax.interpreters import partial_eval as pe
 
 from ... import _config, _native
 from ..._call import local_ops, tuning_tables
-from ..._call.plans import Arrays
-from ..._call.primitives import ShapeDtype
+from ..._call.forms import Op, ShapeDtype
+from ..._call.plans import Arrays, Plan
+from ..._call.primitives import make_primitive
 from .. import _epilogue, _lax
 from .._epilogue import Epilogue
-from . import _product
+from . import _product, _product_plan
 from .all_gather_matmul import ACTIVATED, PREACTIVATION
 
 OP, DW = "grouped_matmul", "grouped_matmul_dw"
@@ -146,21 +147,22 @@ def _shapes_dw(arrays: Arrays, params: DwParams) -> list[ShapeDtype]:
 def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     x, (w, *_), sizes, _ = _split(arrays, params)
     why = _product.kernel_takes(x, w, params.out_dtype, 1, platform)
-    return why or _why_not_sizes(w.shape[1:], sizes, platform)
+    return why or _why_not_sizes(w.shape[1:], x.dtype, sizes, platform)
 
 
 def _why_not_dw(arrays: Arrays, params: DwParams, platform: str) -> str | None:
     x, dy, sizes = arrays
     why = _product.kernel_takes(x, dy, params.out_dtype, 1, platform)
-    return why or _why_not_sizes((x.shape[1], dy.shape[1]), sizes, platform)
+    return why or _why_not_sizes((x.shape[1], dy.shape[1]), x.dtype, sizes, platform)
 
 
-def _why_not_sizes(widths: Sequence[int], sizes: Any, platform: str) -> str | None:
+def _why_not_sizes(widths: Sequence[int], dtype: np.dtype, sizes: Any, platform: str) -> str | None:
     """Why the kernel does not take these widths (k and n) or this number of groups."""
     if platform != "cuda":
         return None
-    if any(width % _native.UNIT for width in widths):
-        return f"k and n are {tuple(widths)}, the kernel takes multiples of {_native.UNIT}"
+    vector = _product_plan.vector(dtype)
+    if any(width % vector for width in widths):
+        return f"k and n are {tuple(widths)}, the kernel takes multiples of {vector}"
     if sizes.shape[0] > _MOST_GROUPS:
         return f"{sizes.shape[0]} groups, the kernel takes up to {_MOST_GROUPS}"
     return None
@@ -201,7 +203,7 @@ def why_one_class(call: Mapping[str, int], most_spans: int) -> str:
     return f"experts have few rows, {rows_from_each_rank(call):.3g} of each rank"
 
 
-def _attributes(params: Params) -> dict[str, Any]:
+def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     return {
         "activation": np.int64(_native.number_of(params.activation, _native.ACTIVATIONS)),
         "gated": params.gated,
@@ -270,29 +272,36 @@ def _flops_dw(arrays: Arrays, params: DwParams) -> int:
     return 2 * x.shape[0] * x.shape[1] * dy.shape[1]
 
 
-grouped_matmul = local_ops.make_primitive(
-    local_ops.LocalRules(
+grouped_matmul = make_primitive(
+    Op(
         name=OP,
         result_shapes=_shapes,
         reference=reference,
-        why_not=_why_not,
-        attributes=_attributes,
+        forms=(
+            local_ops.kernel(OP, why_not=_why_not, attributes=_attributes, checked_on_gpus=True),
+        ),
         batch=_batch,
-        checked_on_gpus=True,
         flops=_flops,
+        is_local=True,
         values=1,
     )
 )
-grouped_matmul_dw = local_ops.make_primitive(
-    local_ops.LocalRules(
+grouped_matmul_dw = make_primitive(
+    Op(
         name=DW,
         result_shapes=_shapes_dw,
         reference=_reference_dw,
-        why_not=_why_not_dw,
-        attributes=lambda params: {"tile": forced_tile(gated=False)},
+        forms=(
+            local_ops.kernel(
+                DW,
+                why_not=_why_not_dw,
+                attributes=lambda *_: {"tile": forced_tile(gated=False)},
+                checked_on_gpus=True,
+            ),
+        ),
         batch=_batch_dw,
-        checked_on_gpus=True,
         flops=_flops_dw,
+        is_local=True,
     )
 )
 

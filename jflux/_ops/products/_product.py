@@ -16,20 +16,17 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from ... import _config
+from ... import _config, _native
 from ..._native import MAX_RANKS, MAX_WEIGHTS
 from ..._ranks import meshes
 from .. import _lax
 from .._spec import Layout
 from ._product_plan import padded
 
-CPU_DTYPES = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
-CUDA_DTYPES = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16))
 #: The name that `jax.checkpoint` policies know a product's y by, where it has no activation.
 PRODUCT = "jflux_product"
 #: The types of operands that the kernels of products take, by platform.
-DTYPES = {"cpu": CPU_DTYPES, "cuda": CUDA_DTYPES}
-
+DTYPES = {platform: _native.dtypes("all_gather_matmul", platform) for platform in ("cpu", "cuda")}
 
 #: Why `lax` takes a call under ``check_vma=True``.
 NO_KERNEL_REDUCES = "{}: kernels have no types of sums that are still to be made"
@@ -180,14 +177,10 @@ def constant_if_whole(out: np.dtype, *operands: jax.Array) -> list[jax.Array]:
 
 def kernel_takes(x: Any, w: Any, out: np.dtype, world: int, platform: str) -> str | None:
     """Why no kernel on `platform` takes these operands, or None."""
-    dtypes = DTYPES[platform]
-    names = "/".join(sorted(d.name for d in dtypes))
     if x.dtype != w.dtype:
         return f"x is {x.dtype} and w is {w.dtype}, kernels take one type for both"
-    if x.dtype not in dtypes:
-        return f"{x.dtype} operands on {platform}, where the kernels take {names}"
-    if out != x.dtype and out != np.float32:
-        return f"a {out} result of {x.dtype} operands"
+    if why := _native.why_not_dtypes("all_gather_matmul", platform, x.dtype, out):
+        return why
     if platform == "cuda" and total_rows(x) * world >= 1 << 31:
         return f"{total_rows(x)} rows on each of {world} ranks, kernels take fewer than 2^31 in all"
     if world > MAX_RANKS:
@@ -253,14 +246,15 @@ EPILOGUE_AFTER = "XLA applies the epilogue after the kernel"
 
 
 def pad_last(array: Any, dimensions: int) -> Any:
-    """An array whose last dimensions are padded with zeros, where they are no whole units."""
+    """An array whose last dimensions are padded with zeros, where they are no whole vectors."""
     sizes = array.shape[array.ndim - dimensions :]
-    widths = [(0, 0)] * (array.ndim - dimensions) + [(0, padded(s) - s) for s in sizes]
+    more = [(0, padded(size, array.dtype) - size) for size in sizes]
+    widths = [(0, 0)] * (array.ndim - dimensions) + more
     return jnp.pad(array, widths)
 
 
-def pad_to_units(xs: Sequence[Any], ws: Sequence[Any]) -> list[Any]:
-    """[*xs, *ws], with k and n padded with zeros to whole units."""
+def pad_to_vectors(xs: Sequence[Any], ws: Sequence[Any]) -> list[Any]:
+    """[*xs, *ws], with k and n padded with zeros to whole vectors."""
     return [*(pad_last(x, 1) for x in xs), *(pad_last(w, 2) for w in ws)]
 
 

@@ -1,7 +1,8 @@
-"""How a product of x and w is planned: its sizes, when the decomposed form is faster, and the plan.
+"""How a product of x and w is planned: its sizes, when the decomposed form is faster, and which
+form takes a call.
 
-An op's rule is ``plan_rule(sizes=..., unsupported=..., why_decomposed=...)``. A new reason to be
-decomposed goes to :func:`why_decomposed`, or to the op's own function that calls it.
+A new reason to be decomposed goes to :func:`why_decomposed`, or to the op's own function that calls
+it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import numpy as np
 
 from ... import _config, _native
 from ..._call import plans, tuning_tables
+from ..._call.forms import Call, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
-from ..._native import TILE_ROWS, UNIT
+from ..._native import TILE_ROWS, VECTOR_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,20 +81,21 @@ class Sizes:
         }
 
 
-#: Elements of 128 bytes, the most that :func:`alignment` looks for.
-MOST_ALIGNMENT = 8 * UNIT
+#: Bytes, the most that :func:`alignment` looks for.
+MOST_ALIGNMENT = 8 * VECTOR_BYTES
 
 
 def alignment(xs: Sequence[Any], ws: Sequence[Any]) -> int:
-    """The largest power of two of elements, up to 128 bytes, whose multiples k and n of all
-    operands are: how the rows of x, and those of w as it is and transposed, are aligned."""
-    sizes = [x.shape[-1] for x in xs] + [size for w in ws for size in w.shape]
+    """The largest power of two of bytes, up to 128, whose multiples rows of all operands are: those
+    of x, and those of w as it is and transposed."""
+    sizes = [x.shape[-1] * x.dtype.itemsize for x in xs]
+    sizes += [size * w.dtype.itemsize for w in ws for size in w.shape]
     return math.gcd(MOST_ALIGNMENT, *sizes)
 
 
-def in_units(xs: Sequence[Any], ws: Sequence[Any]) -> bool:
-    """Whether the rows of all operands are whole 16-byte units, as the CUDA kernels need them."""
-    return alignment(xs, ws) >= UNIT
+def in_vectors(xs: Sequence[Any], ws: Sequence[Any]) -> bool:
+    """Whether the rows of all operands are whole 16-byte vectors, as the CUDA kernels need them."""
+    return alignment(xs, ws) >= VECTOR_BYTES
 
 
 #: If ranks share tiles, an all_gather_matmul on full links has all rows in one raster group for up
@@ -125,16 +128,16 @@ def why_decomposed(
       width: the columns of w on each rank for an all-gather, its rows for a reduce-scatter; 0
         skips the test for padding. If a rank's rows are not whole tiles, the kernel multiplies a
         partly empty row of tiles. cuBLAS does not, and this may cost more than the overlap saves.
-      alignment: :func:`alignment` of the operands. Below one unit cuBLAS takes 4 times as long, and
-        the kernel is faster with any padding. Where rows are an odd number of units and few, cuBLAS
-        takes 1.8 times as long, and the kernel does not.
+      alignment: :func:`alignment` of the operands. Below one vector cuBLAS takes 4 times as long,
+        and the kernel is faster with any padding. Where rows are an odd number of vectors and few,
+        cuBLAS takes 1.8 times as long, and the kernel does not.
       gathers: whether the call gathers rows, so that tiles wait for rows of peers.
     """
-    if m < fewest and alignment != UNIT:
+    if m < fewest and alignment != VECTOR_BYTES:
         return f"{m} rows are fewer than {fewest}: there is no time to hide communication in"
     if TILE_ROWS < m < 512:
         return f"{m} rows: from {TILE_ROWS + 1} to 511 the decomposed form was measured faster"
-    if m <= TILE_ROWS or width == 0 or alignment < UNIT or m // ranks % TILE_ROWS == 0:
+    if m <= TILE_ROWS or width == 0 or alignment < VECTOR_BYTES or m // ranks % TILE_ROWS == 0:
         return None
     padding = -m % (2 * TILE_ROWS) / m  # clusters have two tiles
     saved = machine.balanced_columns / width * (ranks - 1) / ranks
@@ -149,38 +152,41 @@ def why_decomposed(
     return None
 
 
-#: Rows that must be padded become multiples of this number of elements, which is 64 bytes. The
-#: kernels take up to 1.5 times as long to load rows of an odd number of units
-#: (docs/experiments/0053).
-PADDED_TO = 4 * UNIT
+#: Rows that must be padded become multiples of so many bytes. The kernels take up to 1.5 times as
+#: long to load rows of an odd number of vectors (docs/experiments/0053).
+PADDED_TO = 4 * VECTOR_BYTES
 
 
-def padded(size: int) -> int:
-    """k or n as the GPU kernels take it: whole units, and if there is padding, whole 64 bytes."""
-    return size if size % UNIT == 0 else size + -size % PADDED_TO
+def vector(dtype: np.dtype) -> int:
+    """Elements of a vector."""
+    return VECTOR_BYTES // dtype.itemsize
 
 
-def in_whole_units(sizes: Sizes) -> Sizes:
+def padded(size: int, dtype: np.dtype) -> int:
+    """k or n as the GPU kernels take it: whole vectors, and if there is padding, whole 64 bytes."""
+    whole = size % vector(dtype) == 0
+    return size if whole else size + -size % (PADDED_TO // dtype.itemsize)
+
+
+def in_whole_vectors(sizes: Sizes) -> Sizes:
     """The sizes of a call whose k and n are padded, as the GPU kernels take it."""
-    first_k = padded(sizes.first_k)
-    k = first_k + padded(sizes.k - sizes.first_k)
-    n = 2 * padded(sizes.n // 2) if sizes.gated else padded(sizes.n)
+
+    def pad(size: int) -> int:
+        return padded(size, sizes.dtype)
+
+    first_k = pad(sizes.first_k)
+    k = first_k + pad(sizes.k - sizes.first_k)
+    n = 2 * pad(sizes.n // 2) if sizes.gated else pad(sizes.n)
     return dataclasses.replace(sizes, first_k=first_k, k=k, n=n)
 
 
 def in_rank_order(sizes: Sizes) -> Sizes:
     """The sizes of a padded call whose ranks are brought in front of leading rows, where a tile's
     rows would straddle leading indices."""
-    sizes = in_whole_units(sizes)
+    sizes = in_whole_vectors(sizes)
     if sizes.outer == 1 or sizes.inner % TILE_ROWS == 0:
         return sizes
     return dataclasses.replace(sizes, outer=1, inner=sizes.outer * sizes.inner)
-
-
-class PlanFunction(Protocol):
-    """The same as `primitives.PlanRule`, which this module cannot import."""
-
-    def __call__(self, arrays: Arrays, params: Any, machine: Machine) -> Plan: ...
 
 
 class SizesRule(Protocol):
@@ -189,8 +195,8 @@ class SizesRule(Protocol):
     def __call__(self, arrays: Arrays, params: Any) -> Sizes: ...
 
 
-class DecomposedRule(Protocol):
-    """(operands' types, params, machine) -> why the decomposed form is faster on GPUs, or None."""
+class WhyRule(Protocol):
+    """(operands' types, params, machine) -> why another form takes the call, or None."""
 
     def __call__(self, arrays: Arrays, params: Any, machine: Machine) -> str | None: ...
 
@@ -201,35 +207,38 @@ class UnsupportedRule(Protocol):
     def __call__(self, arrays: Arrays, params: Any, platform: str) -> str | None: ...
 
 
-def plan_product(
-    sizes: Sizes,
+def why_slower(
     machine: Machine,
-    *,
     why: Callable[[], str | None],
     tuned: tuning_tables.Choice | str | None,
     kernel: str | None,
-    why_not: Callable[[], Plan | None] = lambda: None,
-) -> Plan:
-    """The plan of a product that kernels take: a pure function.
+) -> WhyNot | None:
+    """Why a product that a kernel takes is faster in other forms, or None.
 
     Args:
-      sizes: of the call.
-      machine: what it runs on.
-      why: () -> why the decomposed form is faster, by the heuristic; None if it is not.
+      why: () -> the same, by the heuristic for GPUs.
       tuned: what was measured for the call: a configuration, or "decomposed", or nothing.
       kernel: why the call takes the kernel whatever is faster, in words, or None.
-      why_not: () -> the plan of a call that the GPU kernel does not take, or None.
     """
     if kernel is None and tuned == tuning_tables.DECOMPOSED:
-        return plans.decomposed("measured to be faster: in a tuning table")
+        return WhyNot("measured to be faster: in a tuning table")
+    if machine.on_gpus and kernel is None and tuned is None and (reason := why()):
+        return WhyNot(reason)
+    return None
+
+
+def plan_kernel(
+    sizes: Sizes,
+    machine: Machine,
+    tuned: tuning_tables.Choice | str | None,
+    kernel: str | None,
+) -> Plan:
+    """The plan of a product that the kernel takes: a pure function. Arguments as in
+    :func:`why_slower`."""
     if not machine.on_gpus:
         words = kernel or "the CPU back end runs every call that it takes"
         native = machine.native_plan(sizes.op, sizes.native())
         return plans.fused(words, native, key=sizes.key)
-    if kernel is None and tuned is None and (reason := why()):
-        return plans.decomposed(reason)
-    if (other := why_not()) is not None:
-        return other
     call = sizes.native()
     if isinstance(tuned, tuning_tables.Choice):
         call |= dataclasses.asdict(tuned)
@@ -240,6 +249,11 @@ def plan_product(
     return plans.fused(f"{kernel}; {reason}" if kernel else reason, native, key=sizes.key)
 
 
+def tuned_for(sizes: Sizes, machine: Machine) -> tuning_tables.Choice | str | None:
+    """What was measured for a product on this machine."""
+    return tuning_tables.lookup(sizes.key, machine.device_kind if machine.on_gpus else "")
+
+
 def why_kernel(params: Any) -> str | None:
     """Why a call takes the kernel whatever is faster: it was planned before, or the user asks."""
     if params.prepared is not None:
@@ -247,38 +261,66 @@ def why_kernel(params: Any) -> str | None:
     return "jflux.config(always=True)" if _config.config.always else None
 
 
-def plan_rule(
-    *,
-    sizes: SizesRule,
-    unsupported: UnsupportedRule,
-    why_decomposed: DecomposedRule,
-    on_gpus: Callable[[Sizes], Sizes] = in_whole_units,
-) -> PlanFunction:
-    """The plan rule of a product, for `primitives.Rules`.
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """What the forms of a product ask of its op.
 
-    Args:
+    Attributes:
       sizes: of a call.
-      unsupported: why no kernel takes it.
+      unsupported: why neither the kernel nor other ops take it.
       why_decomposed: why the decomposed form is faster.
       on_gpus: the sizes of the call in the form that the op's `canonical` gives it on GPUs.
+      why_lax: why plain `lax` takes a call, as is expected.
+      why_no_kernel: why the kernel does not take a call that other ops take.
     """
 
-    def plan(arrays: Arrays, params: Any, machine: Machine) -> Plan:
-        call = sizes(arrays, params)
+    sizes: SizesRule
+    unsupported: UnsupportedRule
+    why_decomposed: WhyRule
+    on_gpus: Callable[[Sizes], Sizes] = in_whole_vectors
+    why_lax: Callable[[Any], str | None] = lambda params: None
+    why_no_kernel: WhyRule = lambda arrays, params, machine: None
+
+    def kernel(self, call: Call, machine: Machine) -> Plan | WhyNot:
+        """Whether the kernel takes a call by ranks of one node."""
+        if not_ours := self.reference(call, machine):
+            return not_ours
+        arrays, params = call.arrays, call.params
+        if other := self.why_no_kernel(arrays, params, machine):
+            return WhyNot(other)
+        sizes, tuned, kernel = self._found(call, machine)
+        why = functools.partial(self.why_decomposed, arrays, params, machine)
+        return why_slower(machine, why, tuned, kernel) or plan_kernel(sizes, machine, tuned, kernel)
+
+    def decomposed(self, call: Call, machine: Machine) -> Plan | WhyNot:
+        """Whether XLA's product and others of jflux's ops take what the kernel does not."""
+        return self.reference(call, machine) or plans.decomposed("")
+
+    def reference(self, call: Call, machine: Machine) -> WhyNot | None:
+        """Why plain `lax` takes a call, or None. If it takes it inside nodes, it takes all of
+        it."""
+        if call.levels is not None and call.levels.local == 1:
+            return None
+        call = call.inside
+        if why := self.why_lax(call.params):
+            return WhyNot(why)
+        if not (why := self.unsupported(call.arrays, call.params, machine.platform)):
+            return None
+        _, tuned, kernel = self._found(call, machine)
+        by_heuristic = (
+            machine.on_gpus
+            and tuned is None
+            and self.why_decomposed(call.arrays, call.params, machine) is not None
+        )
+        nobody_expects_it = tuned == tuning_tables.DECOMPOSED or by_heuristic
+        return WhyNot(why, unsupported=kernel is not None or not nobody_expects_it)
+
+    def _found(self, call: Call, machine: Machine) -> tuple[Sizes, Any, str | None]:
+        """(sizes, what was measured for them, why the call takes the kernel)."""
+        sizes = self.sizes(call.arrays, call.params)
         if machine.on_gpus:
-            call = on_gpus(call)
-
-        why = functools.partial(why_decomposed, arrays, params, machine)
-        tuned = tuning_tables.lookup(call.key, machine.device_kind if machine.on_gpus else "")
-        kernel = why_kernel(params)
-        if not_ours := unsupported(arrays, params, machine.platform):
-            by_heuristic = machine.on_gpus and tuned is None and why() is not None
-            if kernel is None and (tuned == tuning_tables.DECOMPOSED or by_heuristic):
-                return plans.reference(not_ours)  # nobody would expect the kernel
-            return plans.unsupported(not_ours)
-        return plan_product(call, machine, why=why, tuned=tuned, kernel=kernel)
-
-    return plan
+            sizes = self.on_gpus(sizes)
+        return sizes, tuned_for(sizes, machine), why_kernel(call.params)
 
 
 def attributes(sizes: Sizes, plan: Plan) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from ..._call import plans, primitives
 from ..._call.derivatives import Derivatives, differentiate, not_linear, total
+from ..._call.forms import Op
 from ..._call.plans import Arrays, Machine, Plan
+from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from ..._ranks.node_levels import Levels
@@ -579,10 +580,11 @@ def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Ste
     )
 
 
-def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
+def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """A call over two levels. A rank receives the x of the ranks with its place on other nodes. For
     each node, the ranks of a node gather these x among themselves and multiply them."""
     x, *operands = arrays
+    levels = _two_level_plan.levels_of(plan)
     inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local)
 
     def call(shard: Any, node: Any) -> list[Any]:
@@ -660,16 +662,13 @@ def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | N
     )
 
 
-_plan_product = _product_plan.plan_rule(
-    sizes=_sizes, unsupported=_unsupported, why_decomposed=_why_decomposed
-)
-
-
-def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
-    x, *operands = arrays
+def _why_lax(params: Params) -> str | None:
     if params.results == ("gathered",):
-        return plans.reference("only the gathered x is used, which lax.all_gather makes")
-    return _plan_product((x, *operands), params, machine)
+        return "only the gathered x is used, which lax.all_gather makes"
+    return None
+
+
+_forms = _product_plan.Product(_sizes, _unsupported, _why_decomposed, why_lax=_why_lax)
 
 
 def _with_epilogue_after(
@@ -709,11 +708,11 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
             return [*jnp.split(y, ends[:-1], -1), *gathered]
 
         return side_by_side
-    if not machine.on_gpus or _product_plan.in_units([x], ws):
+    if not machine.on_gpus or _product_plan.in_vectors([x], ws):
         return None
 
     def padded(x: Any, *ws: Any) -> list[Any]:
-        results = bind(_product.PADDED, *_product.pad_to_units([x], ws))
+        results = bind(_product.PADDED, *_product.pad_to_vectors([x], ws))
         ys = [y[..., :size] for y, size in zip(results, n, strict=False)]
         return ys + [g[..., : x.shape[-1]] for g in results[len(ws) :]]
 
@@ -738,12 +737,12 @@ def _canonical_epilogue(arrays: Arrays, params: Params, machine: Machine) -> Any
             prepared="what the activation is applied to is used alone",
         )
         return functools.partial(_primitive.bind, params=before)
-    if _product_plan.in_units([x], ws):
+    if _product_plan.in_vectors([x], ws):
         return None
 
     def padded(x: Any, *operands: Any) -> list[Any]:
         ws, biases = _weights(operands, params)
-        wide = _product.pad_to_units([x], ws)
+        wide = _product.pad_to_vectors([x], ws)
         biases = [_product.pad_last(b, 1) for b in biases]
         shapes = _result_shapes((x, *operands), params)
         results = _primitive.bind(
@@ -803,21 +802,22 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     return _product.batch_one_by_one(bind, operands, dims)
 
 
-_primitive = primitives.make_primitive(
-    primitives.Rules(
-        name=OP,
-        result_shapes=_result_shapes,
-        reference=_reference,
-        decomposed=_decomposed,
-        two_level=_two_level_form,
-        plan_two_level=_two_level_plan.plan_rule(_plan, _step),
-        plan=_plan,
-        canonical=_canonical,
+_op = Op(
+    name=OP,
+    result_shapes=_result_shapes,
+    reference=_reference,
+    forms=_two_level_plan.forms_of_product(
+        _forms,
+        _step,
         attributes=_attributes,
-        batch=_batch,
-        flops=_flops,
-    )
+        canonical=_canonical,
+        two_level=_two_level_form,
+        decomposed=_decomposed,
+    ),
+    batch=_batch,
+    flops=_flops,
 )
+_primitive = make_primitive(_op)
 
 
 def _drop_unused(used: Sequence[bool], *rest: Any) -> Any:

@@ -17,9 +17,10 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from ..._call import plans, primitives
 from ..._call.derivatives import Derivatives, differentiate, not_linear, total
+from ..._call.forms import Op
 from ..._call.plans import Arrays, Machine, Plan
+from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from ..._ranks.node_levels import Levels
@@ -391,10 +392,11 @@ def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Ste
     )
 
 
-def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
+def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """Counterparts get what they have for each other's nodes; ranks of a node then exchange it
     inside, and multiply."""
     x, w = arrays
+    levels = _two_level_plan.levels_of(plan)
     inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local)
     by_columns = params.concat == x.ndim - 1
     k_axis = 1 - _product.columns_axis(params.transpose_rhs)
@@ -450,33 +452,31 @@ def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | N
     return why_decomposed(sizes.outer * sizes.inner, sizes.world if sizes.concat_rows else 1)
 
 
-_plan_product = _product_plan.plan_rule(
-    sizes=_sizes,
-    unsupported=_unsupported,
-    why_decomposed=_why_decomposed,
+def _why_no_kernel(arrays: Arrays, params: Params, machine: Machine) -> str | None:
+    x, _ = arrays
+    if "y" not in params.results:
+        return "only the exchanged x is used"
+    if machine.on_gpus and params.out_dtype != x.dtype:
+        return f"the GPU kernel has results of x's type {x.dtype}, and y is {params.out_dtype}"
+    return _all_to_all_shards.why_no_way(x, params)
+
+
+_forms = _product_plan.Product(
+    _sizes,
+    _unsupported,
+    _why_decomposed,
     on_gpus=_product_plan.in_rank_order,
+    why_no_kernel=_why_no_kernel,
 )
 
 
-def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
-    x, _ = arrays
-    why = _all_to_all_shards.why_no_way(x, params)
-    if "y" not in params.results:
-        why = "only the exchanged x is used"
-    elif machine.on_gpus and params.out_dtype != x.dtype:
-        why = f"the GPU kernel has results of x's type {x.dtype}, and y is {params.out_dtype}"
-    if why is None or _unsupported(arrays, params, machine.platform):
-        return _plan_product(arrays, params, machine)
-    return plans.decomposed(why)
-
-
 def _pad_shards(a: Any, dimension: int, shards: int) -> Any:
-    """Pads the shards that a dimension is made of with zeros, each, if they are no whole units."""
+    """Pads each shard of a dimension with zeros, if shards are no whole vectors."""
     shape = a.shape
     size = shape[dimension] // shards
     a = a.reshape(*shape[:dimension], shards, size, *shape[dimension + 1 :])
     padding = [(0, 0)] * a.ndim
-    padding[dimension + 1] = (0, _product_plan.padded(size) - size)
+    padding[dimension + 1] = (0, _product_plan.padded(size, a.dtype) - size)
     return jnp.pad(a, padding).reshape(*shape[:dimension], -1, *shape[dimension + 1 :])
 
 
@@ -491,7 +491,8 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
         changed = dataclasses.replace(params, prepared=prepared, **changes)
         return _primitive.bind(*operands, params=changed)
 
-    if sizes.k % _product_plan.UNIT != 0 or sizes.n % _product_plan.UNIT != 0:
+    vector = _product_plan.vector(sizes.dtype)
+    if sizes.k % vector != 0 or sizes.n % vector != 0:
 
         def padded(x: Any, w: Any) -> list[Any]:
             wide = _pad_shards(x, x.ndim - 1, 1 if sizes.split_rows else world)
@@ -536,21 +537,22 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     return _product.batch_one_by_one(bind, operands, dims)
 
 
-_primitive = primitives.make_primitive(
-    primitives.Rules(
-        name=OP,
-        result_shapes=_result_shapes,
-        reference=_reference,
-        decomposed=_decomposed,
-        two_level=_two_level_form,
-        plan_two_level=_two_level_plan.plan_rule(_plan, _step),
-        plan=_plan,
-        canonical=_canonical,
+_op = Op(
+    name=OP,
+    result_shapes=_result_shapes,
+    reference=_reference,
+    forms=_two_level_plan.forms_of_product(
+        _forms,
+        _step,
         attributes=_attributes,
-        batch=_batch,
-        flops=_flops,
-    )
+        canonical=_canonical,
+        two_level=_two_level_form,
+        decomposed=_decomposed,
+    ),
+    batch=_batch,
+    flops=_flops,
 )
+_primitive = make_primitive(_op)
 
 
 def _drop_unused(used: Sequence[bool], *rest: Any) -> Any:

@@ -148,7 +148,7 @@ def ragged_dot(
     """
     default = precision in (None, lax.Precision.DEFAULT, "default")
     simple = group_offset is None and out_sharding is None
-    same = lhs.dtype == rhs.dtype and lhs.dtype in _product.CPU_DTYPES
+    same = lhs.dtype == rhs.dtype and lhs.dtype in _product.DTYPES["cpu"]
     if simple and same and (default or lhs.dtype.itemsize == 2):
         return grouped_matmul(lhs, rhs, group_sizes, preferred_element_type=preferred_element_type)
     extra = {} if out_sharding is None else {"out_sharding": out_sharding}

@@ -17,12 +17,13 @@ from jax.interpreters import ad
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from ..._call import plans, primitives, tuning_tables
+from ..._call import forms, plans
 from ..._call.derivatives import none_if_zero, not_linear, total
+from ..._call.forms import Call, Form, Op, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
+from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
-from ..._ranks.node_levels import Levels
 from .. import _lax, _norm, _two_level, _two_level_plan
 from .._collective import Collective
 from .._spec import Layout, OpSpec, all_ops
@@ -306,20 +307,15 @@ def _reference(arrays: Arrays, params: Params) -> list[Any]:
     return _sum_epilogue.apply(params.sums.epilogue, y, added)
 
 
-def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
-    x, w, *added = arrays
-    if not plan.config.get("scattered"):
-        return _product_and_sum(x, w, *added, params=params)
-    return _scattered_and_gathered(x, w, *added, params=params)
-
-
-def _product_and_sum(x: Any, w: Any, *added: Any, params: Params) -> list[Any]:
+def _product_and_sum(arrays: Arrays, params: Params, plan: Plan | None = None) -> list[Any]:
     """The product, and its sum over the ranks, which has a plan of its own."""
+    x, w, *added = arrays
     return all_reduce.bind(params.sums, _partial(params, x, w), added)
 
 
-def _scattered_and_gathered(x: Any, w: Any, *added: Any, params: Params) -> list[Any]:
+def _scattered_and_gathered(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """The sum scattered, with the residual's rows, and gathered again."""
+    x, w, *added = arrays
     names, rows = params.axis_names, x.shape[0] // params.world
     epilogue = params.sums.epilogue
     own = None
@@ -334,20 +330,21 @@ def _scattered_and_gathered(x: Any, w: Any, *added: Any, params: Params) -> list
     return _sum_epilogue.apply(rest, exchange.gather_for_all(y, names), epilogue.factors(added))
 
 
-def _plan_two_level(arrays: Arrays, params: Params, machine: Machine, levels: Levels) -> Plan:
-    x, w, *_ = arrays
+def _plan_two_level(call: Call, machine: Machine) -> Plan | WhyNot:
+    (x, w, *_), params, levels = call.arrays, call.params, call.levels
+    assert levels is not None
     rows, columns = x.shape[0], _product.columns(w, params.transpose_rhs)
     nbytes = rows * columns * params.out_dtype.itemsize
     if nbytes <= MOST_BYTES:
-        return plans.decomposed(
+        return WhyNot(
             f"{levels}; y has {nbytes} bytes: up to {MOST_BYTES} a product and an all_reduce are "
             "faster"
         )
     if rows % levels.local != 0:
-        return plans.decomposed(f"{levels}; the ranks of one do not divide {rows} rows")
+        return WhyNot(f"{levels}; the ranks of one do not divide {rows} rows")
     why = _product.kernel_takes(x, w, params.out_dtype, levels.local, machine.platform)
     if why and levels.local > 1:
-        return plans.decomposed(why)  # the sum may still be a kernel's
+        return WhyNot(why)  # the sum may still be a kernel's
     step = _two_level_plan.Step(
         rows=rows,
         flops=2.0 * rows * x.shape[1] * columns,
@@ -358,11 +355,12 @@ def _plan_two_level(arrays: Arrays, params: Params, machine: Machine, levels: Le
     return _two_level_plan.plan_product(step, params, levels)
 
 
-def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
+def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """A call over two levels, in three steps for each chunk of rows. Each node reduce-scatters its
     product, ranks with the same place on all nodes sum their rows, and each node gathers the sums.
     While one chunk travels between nodes, the next one is multiplied."""
     x, w, *added = arrays
+    levels = _two_level_plan.levels_of(plan)
     epilogue, names, local = params.sums.epilogue, (levels.inside,), levels.local
     chunks, transfers = plan.config["chunks"], _two_level.Transfers(levels)
     scatter = all_ops()["matmul_reduce_scatter"].call
@@ -399,8 +397,8 @@ def is_one_call(shape: tuple[int, ...], dtypes: Sequence[Any], world: int) -> bo
     rows, columns = int(np.prod(shape[:-1])), shape[-1]
     types = [np.dtype(d) for d in dtypes]
     large = _is_large(rows, columns, types[-1])
-    halves = len(set(types)) == 1 and types[0] in _product.CUDA_DTYPES
-    return (large or halves and are_few_rows(rows, columns, world)) and rows % world == 0
+    fits = len(set(types)) == 1 and types[0] in _product.DTYPES["cuda"]
+    return (large or fits and are_few_rows(rows, columns, world)) and rows % world == 0
 
 
 def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
@@ -418,58 +416,73 @@ def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
     )
 
 
-def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
-    x, w, *added = arrays
+def _why_two_ops(call: Call, machine: Machine) -> WhyNot | None:
+    """Why a product and an all_reduce take the call, whatever the kernel takes; or None."""
+    (x, w, *_), params = call.arrays, call.params
     rows, columns = x.shape[0], _product.columns(w, params.transpose_rhs)
     if why := _product.kernel_takes(x, w, params.out_dtype, params.world, machine.platform):
-        return plans.decomposed(why)  # the sum may still be a kernel's
+        return WhyNot(why)  # the sum may still be a kernel's
     if not is_one_call((rows, columns), (x.dtype, w.dtype, params.out_dtype), params.world):
         size = rows * columns * params.out_dtype.itemsize
         if size <= MOST_BYTES:
-            return plans.decomposed(
+            return WhyNot(
                 f"y has {size} bytes; up to {MOST_BYTES} a product and an all_reduce are faster"
             )
-        return plans.decomposed(
+        return WhyNot(
             f"the {params.world} ranks do not divide {rows} rows; each sums as many in the kernel"
         )
-    sizes = _sizes((x, w), params)
-    plan = _product_plan.plan_product(
+    return _product_plan.why_slower(
+        machine,
+        lambda: _product_plan.why_decomposed(rows, machine, fewest=FEWEST_ROWS),
+        _product_plan.tuned_for(_sizes(call.arrays, params), machine),
+        _product_plan.why_kernel(params),
+    )
+
+
+def _plan_kernel(call: Call, machine: Machine) -> Plan | WhyNot:
+    """The kernel's plan of a call that is no two ops. The GPU kernel takes whole vectors of one
+    type, one tile of rows or whole ones for each rank."""
+    sizes = _sizes(call.arrays, call.params)
+    rows, vector = sizes.rows, _product_plan.vector(sizes.dtype)
+    if machine.on_gpus:
+        if sizes.out_dtype != sizes.dtype:
+            return WhyNot(
+                f"x is {sizes.dtype} and y {sizes.out_dtype}, the GPU kernel takes one type"
+            )
+        if sizes.k % vector or sizes.n % vector:
+            return WhyNot(
+                f"k={sizes.k} and n={sizes.n} must be multiples of {vector} for the GPU kernel"
+            )
+        if not are_few_rows(rows, sizes.n, sizes.world) and sizes.inner % _product_plan.TILE_ROWS:
+            return WhyNot(
+                f"{sizes.inner} rows of a rank are no whole tiles of {_product_plan.TILE_ROWS}"
+            )
+    plan = _product_plan.plan_kernel(
         sizes,
         machine,
-        why=lambda: _product_plan.why_decomposed(rows, machine, fewest=FEWEST_ROWS),
-        tuned=tuning_tables.lookup(sizes.key, machine.device_kind if machine.on_gpus else ""),
-        kernel=_product_plan.why_kernel(params),
-        why_not=lambda: _why_not_on_gpus(sizes),
+        _product_plan.tuned_for(sizes, machine),
+        _product_plan.why_kernel(call.params),
     )
-    if plan.path == plans.Path.FUSED and machine.on_gpus:
-        if plan.workspace_bytes > machine.heap_bytes * MOST_OF_HEAP:
-            plan = plans.decomposed(
-                machine.why_no_room("the kernel would take", plan.workspace_bytes, "half")
-            )
-            return _as_scattered(plan, sizes)
-        return plan
+    if machine.on_gpus and plan.workspace_bytes > machine.heap_bytes * MOST_OF_HEAP:
+        return WhyNot(machine.why_no_room("the kernel would take", plan.workspace_bytes, "half"))
     return plan
 
 
-def _why_not_on_gpus(sizes: _product_plan.Sizes) -> Plan | None:
-    """The plan of a call that the GPU kernel does not take: whole units of one type, one tile of
-    rows or whole ones for each rank."""
-    rows, unit = sizes.rows, _product_plan.UNIT
-    if sizes.out_dtype != sizes.dtype:
-        why = f"x is {sizes.dtype} and y {sizes.out_dtype}, the GPU kernel takes one type"
-    elif sizes.k % unit or sizes.n % unit:
-        why = f"k={sizes.k} and n={sizes.n} must be multiples of {unit} for the GPU kernel"
-    elif not are_few_rows(rows, sizes.n, sizes.world) and sizes.inner % _product_plan.TILE_ROWS:
-        why = f"{sizes.inner} rows of a rank are no whole tiles of {_product_plan.TILE_ROWS}"
-    else:
+def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
+    return _why_two_ops(call, machine) or _plan_kernel(call, machine)
+
+
+def _takes_scattered(call: Call, machine: Machine) -> Plan | None:
+    """A large sum that only the kernel does not take is scattered in the product and then gathered,
+    which hides half of it."""
+    if call.levels is not None or _why_two_ops(call, machine):
         return None
-    return _as_scattered(plans.decomposed(why), sizes)
-
-
-def _as_scattered(plan: Plan, sizes: _product_plan.Sizes) -> Plan:
-    """A large sum is scattered in the product and then gathered, which hides half of it."""
-    scattered = _is_large(sizes.rows, sizes.n, sizes.out_dtype)
-    return dataclasses.replace(plan, config={"scattered": int(scattered)})
+    sizes = _sizes(call.arrays, call.params)
+    if not _is_large(sizes.rows, sizes.n, sizes.out_dtype):
+        return None
+    if isinstance(_plan_kernel(call, machine), Plan):
+        return None
+    return dataclasses.replace(plans.decomposed(""), config={"scattered": 1})
 
 
 def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
@@ -519,7 +532,10 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
         types = (x.dtype, w.dtype, params.out_dtype)
         if is_one_call((shapes[0][0], columns), types, params.world):
             return _product.batch_one_by_one(bind, operands, dims)
-        together = functools.partial(_product_and_sum, params=params)
+
+        def together(*operands: Any) -> list[Any]:
+            return _product_and_sum(operands, params)
+
         return jax.vmap(together, in_axes=tuple(dims))(*operands), [0] * results
     # Rows of the batch are rows of one larger call.
     rows = [x, *added[:count]]
@@ -534,30 +550,30 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     return [y.reshape(*lead, y.shape[-1]) for y in ys], [0] * results
 
 
-_rules = primitives.Rules(
+_op = Op(
     name=OP,
     result_shapes=_result,
     reference=_reference,
-    decomposed=_decomposed,
-    two_level=_two_level_form,
-    plan_two_level=_plan_two_level,
-    plan=_plan,
-    canonical=_canonical,
-    attributes=_attributes,
+    forms=(
+        forms.kernel(_takes, _attributes, canonical=_canonical),
+        Form(_two_level_plan.over_nodes(_plan_two_level), _two_level_form),
+        Form(_takes_scattered, _scattered_and_gathered),
+        forms.decomposed(_product_and_sum),
+    ),
     batch=_batch,
     flops=_flops,
     same_over=lambda params: params.axis_names,
 )
 
 
-def _make(rules: primitives.Rules) -> Any:
-    primitive = primitives.make_primitive(rules)
+def _make(op: Op) -> Any:
+    primitive = make_primitive(op)
     ad.primitive_jvps[primitive] = _jvp
     ad.primitive_transposes[primitive] = _transpose
     return primitive
 
 
-_primitive = _make(_rules)
+_primitive = _make(_op)
 
 SPEC = OpSpec(
     name=OP,

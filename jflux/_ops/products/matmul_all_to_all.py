@@ -16,9 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from ..._call import plans, primitives
 from ..._call.derivatives import Derivatives, differentiate, not_linear
+from ..._call.forms import Op
 from ..._call.plans import Arrays, Machine, Plan
+from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from ..._ranks.node_levels import Levels
@@ -75,8 +76,8 @@ def matmul_all_to_all(
     other write branch of Flux's epilogue (arXiv 2406.06858, section 3).
 
     The two axes may be one. Where they are two different dimensions of rows, where a piece's rows
-    are no whole 16-byte units, and, on GPUs, where there are few rows or y is of another type than
-    x, it is the product, and :func:`jflux.all_to_all` of it.
+    are no whole 16-byte vectors, and, on GPUs, where there are few rows or y is of another type
+    than x, it is the product, and :func:`jflux.all_to_all` of it.
 
     Outside ``shard_map`` it takes global arrays and wraps itself in ``shard_map``: the product is
     sharded along `concat_axis`, so x is (or w is, in its columns, if that is the last one), and y
@@ -318,10 +319,11 @@ def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Ste
     )
 
 
-def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
+def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """A call over two levels. For each receiving node, the ranks of a node multiply and exchange so
     that each has the data for the rank with its place on that node. Then it sends them there."""
     x, w = arrays
+    levels = _two_level_plan.levels_of(plan)
     inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local)
 
     def call(xs: Sequence[Any], ws: Sequence[Any]) -> Any:
@@ -384,24 +386,22 @@ def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | N
     return why_decomposed(sizes.outer * sizes.inner, sizes.n, rows)
 
 
-_plan_product = _product_plan.plan_rule(
-    sizes=_sizes,
-    unsupported=_unsupported,
-    why_decomposed=_why_decomposed,
-    on_gpus=_product_plan.in_rank_order,
-)
-
-
-def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
+def _why_no_kernel(arrays: Arrays, params: Params, machine: Machine) -> str | None:
     x, n = arrays[0], _sizes(arrays, params).n
-    why = _all_to_all_shards.why_no_way(x, params)
     if machine.on_gpus and params.out_dtype != x.dtype:
-        why = f"the GPU kernel sends tiles of x's type {x.dtype}, and y is {params.out_dtype}"
-    elif machine.on_gpus and n % _product_plan.UNIT != 0:
-        why = f"a shard's rows have {n} columns, which are no whole 16-byte units"
-    if why is None or _unsupported(arrays, params, machine.platform):
-        return _plan_product(arrays, params, machine)
-    return plans.decomposed(why)
+        return f"the GPU kernel sends tiles of x's type {x.dtype}, and y is {params.out_dtype}"
+    if machine.on_gpus and n % _product_plan.vector(x.dtype) != 0:
+        return f"a shard's rows have {n} columns, which are no whole 16-byte vectors"
+    return _all_to_all_shards.why_no_way(x, params)
+
+
+_forms = _product_plan.Product(
+    _sizes,
+    _unsupported,
+    _why_decomposed,
+    on_gpus=_product_plan.in_rank_order,
+    why_no_kernel=_why_no_kernel,
+)
 
 
 def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
@@ -413,8 +413,8 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
         changed = dataclasses.replace(params, prepared=prepared, **changes)
         return _primitive.bind(*operands, params=changed)
 
-    if not _product_plan.in_units([x], [w]):
-        return lambda x, w: bind(_product.PADDED, *_product.pad_to_units([x], [w]))
+    if not _product_plan.in_vectors([x], [w]):
+        return lambda x, w: bind(_product.PADDED, *_product.pad_to_vectors([x], [w]))
     ((shape, _),) = _result_shapes((x, w), params)
     return _all_to_all_shards.in_rank_order(bind, _sizes((x, w), params), [shape])
 
@@ -448,21 +448,22 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     return _product.batch_one_by_one(bind, operands, dims)
 
 
-_primitive = primitives.make_primitive(
-    primitives.Rules(
-        name=OP,
-        result_shapes=_result_shapes,
-        reference=_reference,
-        decomposed=_decomposed,
-        two_level=_two_level_form,
-        plan_two_level=_two_level_plan.plan_rule(_plan, _step),
-        plan=_plan,
-        canonical=_canonical,
+_op = Op(
+    name=OP,
+    result_shapes=_result_shapes,
+    reference=_reference,
+    forms=_two_level_plan.forms_of_product(
+        _forms,
+        _step,
         attributes=_attributes,
-        batch=_batch,
-        flops=_flops,
-    )
+        canonical=_canonical,
+        two_level=_two_level_form,
+        decomposed=_decomposed,
+    ),
+    batch=_batch,
+    flops=_flops,
 )
+_primitive = make_primitive(_op)
 differentiate(_primitive, Derivatives(_forward, _tangents, _backward, _kept))
 
 SPEC = OpSpec(

@@ -17,9 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from ..._call import primitives
 from ..._call.derivatives import Derivatives, differentiate, not_linear, spread
+from ..._call.forms import Op
 from ..._call.plans import Arrays, Machine, Plan
+from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from ..._ranks.node_levels import Levels
@@ -412,10 +413,11 @@ def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Ste
     )
 
 
-def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
+def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """A call over two levels. Each node sums its own products. Then each rank sums the results of
     the ranks with its place on all nodes."""
     xs, ws, added = _terms(arrays, params)
+    levels = _two_level_plan.levels_of(plan)
     inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local, added=())
 
     def call(xs: Sequence[Any], ws: Sequence[Any]) -> Any:
@@ -470,11 +472,8 @@ def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | N
     )  # fmt: skip
 
 
-_plan = _product_plan.plan_rule(
-    sizes=_sizes,
-    unsupported=_unsupported,
-    why_decomposed=_why_decomposed,
-    on_gpus=_product_plan.in_rank_order,
+_forms = _product_plan.Product(
+    _sizes, _unsupported, _why_decomposed, on_gpus=_product_plan.in_rank_order
 )
 
 
@@ -509,12 +508,12 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
         return end_to_end
     if not machine.on_gpus:
         return None
-    if not _product_plan.in_units(xs, ws):
+    if not _product_plan.in_vectors(xs, ws):
 
         def padded(*operands: Any) -> list[Any]:
             xs, ws, added = _terms(operands, params)
             wide = (_product.pad_last(a, 1) for a in added)
-            (y,) = bind(_product.PADDED, *_product.pad_to_units(xs, ws), *wide)
+            (y,) = bind(_product.PADDED, *_product.pad_to_vectors(xs, ws), *wide)
             return [y[..., :n]]
 
         return padded
@@ -571,21 +570,22 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     return _product.batch_one_by_one(bind, operands, dims)
 
 
-_primitive = primitives.make_primitive(
-    primitives.Rules(
-        name=OP,
-        result_shapes=_result_shapes,
-        reference=_reference,
-        decomposed=_decomposed,
-        two_level=_two_level_form,
-        plan_two_level=_two_level_plan.plan_rule(_plan, _step),
-        plan=_plan,
-        canonical=_canonical,
+_op = Op(
+    name=OP,
+    result_shapes=_result_shapes,
+    reference=_reference,
+    forms=_two_level_plan.forms_of_product(
+        _forms,
+        _step,
         attributes=_attributes,
-        batch=_batch,
-        flops=_flops,
-    )
+        canonical=_canonical,
+        two_level=_two_level_form,
+        decomposed=_decomposed,
+    ),
+    batch=_batch,
+    flops=_flops,
 )
+_primitive = make_primitive(_op)
 differentiate(_primitive, Derivatives(_forward, _tangents, _backward, _kept))
 
 SPEC = OpSpec(

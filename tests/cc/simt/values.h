@@ -15,7 +15,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "core/dtype.h"
+#include "core/format.h"
 
 namespace jflux::simt {
 

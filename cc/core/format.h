@@ -1,0 +1,197 @@
+// Formats: the element types of operands, of results, and of what travels between ranks.
+//
+// A format is a row of JFLUX_FORMATS, and whoever needs to know something of one asks its row. A
+// new one is a row, its arithmetic in core/numbers.h, and on GPUs its type in gpu/types.cuh and the
+// instruction that multiplies it (gpu/wgmma.cuh). Then ops add it to the formats that their kernels
+// take (OpFormats).
+#ifndef JFLUX_CORE_FORMAT_H_
+#define JFLUX_CORE_FORMAT_H_
+
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+#include "core/platform.h"
+
+namespace jflux {
+
+// The columns, as fields of Format:
+//
+//   portable, hopper   the tensor cores' instruction that multiplies two operands of the format, in
+//                      code for kPortableArch and for kHopperArch (gpu/machine.h); null: none
+//   k_major            whether that instruction takes only operands whose k is contiguous
+//   scale_block        elements of a row that share a scale; 0: they have none
+//   stored             where elements may be stored (kOperand and so on)
+// clang-format off
+#define JFLUX_FORMATS(ROW)                                                                        \
+/*       name        bits sums portable             hopper                 k_major scale stored */ \
+  ROW(F16,  "float16",  16, F32, "mma.sync.m16n8k16", "wgmma.m64k16", false, 0, kStoredAnywhere)  \
+  ROW(BF16, "bfloat16", 16, F32, "mma.sync.m16n8k16", "wgmma.m64k16", false, 0, kStoredAnywhere)  \
+  ROW(F32,  "float32",  32, F32, nullptr,             nullptr,        false, 0, kStoredAnywhere)  \
+  ROW(F64,  "float64",  64, F64, nullptr,             nullptr,        false, 0, kStoredAnywhere)
+// clang-format on
+
+// The number of a format's row, which calls and plans carry.
+enum class DType : int32_t {
+#define JFLUX_NUMBER(ID, ...) k##ID,
+  JFLUX_FORMATS(JFLUX_NUMBER)
+#undef JFLUX_NUMBER
+};
+
+// Where elements may be stored: in an operand, in a result, in a peer's memory.
+inline constexpr uint32_t kOperand = 1, kResult = 2, kWire = 4;
+inline constexpr uint32_t kStoredAnywhere = kOperand | kResult | kWire;
+
+struct Format {
+  const char* name;   // as numpy and Python name it
+  int32_t bits;       // of an element
+  DType accumulator;  // of sums
+  const char* portable;
+  const char* hopper;
+  bool k_major;
+  int32_t scale_block;
+  uint32_t stored;
+};
+
+// In the order of DType.
+inline constexpr Format kFormats[] = {
+#define JFLUX_ROW(ID, NAME, BITS, SUMS, PORTABLE, HOPPER, K_MAJOR, SCALE, STORED) \
+  {NAME, BITS, DType::k##SUMS, PORTABLE, HOPPER, K_MAJOR, SCALE, STORED},
+    JFLUX_FORMATS(JFLUX_ROW)
+#undef JFLUX_ROW
+};
+inline constexpr int32_t kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
+inline constexpr const Format& FormatOf(DType t) { return kFormats[static_cast<int32_t>(t)]; }
+
+JFLUX_HD constexpr int64_t SizeOf(DType t) {
+  switch (t) {
+#define JFLUX_SIZE(ID, NAME, BITS, ...) \
+  case DType::k##ID:                    \
+    return BITS / 8;
+    JFLUX_FORMATS(JFLUX_SIZE)
+#undef JFLUX_SIZE
+  }
+  Trap();  // a number that is no DType: whoever made one of it has not checked it
+  return 0;
+}
+
+// ---- Blocks and vectors ------------------------------------------------------------------------
+
+// A k-block: so many bytes of a row of an operand are one step of the GEMM main loop. They are a
+// row of a box that TMA swizzles, and one instruction of the tensor cores multiplies
+// kMultiplyBytes.
+inline constexpr int kBlockBytes = 128, kMultiplyBytes = 32;
+inline constexpr int32_t BlockElements(DType t) {
+  return static_cast<int32_t>(kBlockBytes / SizeOf(t));
+}
+// A vector: what a thread, or TMA, moves at least. Rows of operands and results are whole vectors.
+inline constexpr int kVectorBytes = 16;
+
+// ---- Sets of formats ---------------------------------------------------------------------------
+
+enum class FormatSet : uint32_t {};
+template <typename... DTypes>
+constexpr FormatSet SetOf(DTypes... t) {
+  return static_cast<FormatSet>((0u | ... | (1u << static_cast<int32_t>(t))));
+}
+constexpr FormatSet operator&(FormatSet a, FormatSet b) {
+  return static_cast<FormatSet>(static_cast<uint32_t>(a) & static_cast<uint32_t>(b));
+}
+constexpr bool Has(FormatSet set, DType t) { return (set & SetOf(t)) != FormatSet{}; }
+
+// The formats whose rows pass a test.
+template <typename Test>
+constexpr FormatSet FormatsWith(Test&& test) {
+  uint32_t set = 0;
+  for (int32_t i = 0; i < kFormatCount; ++i) {
+    if (test(kFormats[i])) set |= 1u << i;
+  }
+  return static_cast<FormatSet>(set);
+}
+inline constexpr FormatSet kAllFormats = FormatsWith([](const Format&) { return true; });
+inline constexpr FormatSet kHalves = SetOf(DType::kF16, DType::kBF16);
+// What the tensor cores multiply: by portable code, and by Hopper's.
+inline constexpr FormatSet kMmaFormats = FormatsWith([](const Format& f) { return f.portable; });
+inline constexpr FormatSet kWgmmaFormats = FormatsWith([](const Format& f) { return f.hopper; });
+
+// Calls visit(t) for each format of a set, until it returns false. Whether all returned true.
+template <typename F>
+bool ForFormats(FormatSet set, F&& visit) {
+  for (int32_t i = 0; i < kFormatCount; ++i) {
+    const auto t = static_cast<DType>(i);
+    if (Has(set, t) && !visit(t)) return false;
+  }
+  return true;
+}
+
+// "float16, bfloat16, float32"
+inline std::string NamesOf(FormatSet set) {
+  std::string names;
+  ForFormats(set, [&](DType t) {
+    names += (names.empty() ? "" : ", ") + std::string(FormatOf(t).name);
+    return true;
+  });
+  return names;
+}
+
+// The formats that an op's kernels take, and give.
+struct OpFormats {
+  FormatSet operands = {};
+  FormatSet results = {};  // beside the operands' own; of other sizes
+
+  constexpr FormatSet ResultsOf(DType operands) const {
+    return FormatsWith([&](const Format& f) {
+      const auto t = static_cast<DType>(&f - kFormats);
+      return t == operands ? (f.stored & kResult) != 0
+                           : Has(results, t) && f.bits != FormatOf(operands).bits;
+    });
+  }
+};
+// Of ops that move bytes, whatever they stand for; and of the CPU's products.
+inline constexpr OpFormats kMovesBytes{};
+inline constexpr OpFormats kCpuFormats{kAllFormats, SetOf(DType::kF32)};
+
+// Why kernels do not take operands of a type, and give results of another, by their names; empty if
+// they do. `machine`: the formats of its architecture (gpu/machine.h). All refusals of types come
+// from here.
+inline std::string WhyNotFormats(const OpFormats& op, FormatSet machine,
+                                 const std::string& operands, const std::string& results) {
+  const FormatSet taken = op.operands & machine;
+  FormatSet given{};
+  const bool takes = !ForFormats(taken, [&](DType t) {
+    if (operands != FormatOf(t).name) return true;
+    given = op.ResultsOf(t);
+    return false;
+  });
+  if (!takes) return "operands are " + operands + ", the kernels take " + NamesOf(taken);
+  const bool gives = !ForFormats(given, [&](DType t) { return results != FormatOf(t).name; });
+  return gives ? "" : "results are " + results + ", the kernels give " + NamesOf(given);
+}
+inline std::string WhyNotFormats(const OpFormats& op, FormatSet machine, DType operands,
+                                 DType results) {
+  return WhyNotFormats(op, machine, FormatOf(operands).name, FormatOf(results).name);
+}
+
+// ---- From a number to a C++ type ---------------------------------------------------------------
+
+// Calls f(format) for a t of kAmong, which f is compiled for. A `format` is a constant:
+// Number<format> (core/numbers.h) and CudaType<format> (gpu/types.cuh) are its types.
+template <FormatSet kAmong = kAllFormats, typename F>
+auto WithFormat(DType t, F&& f) {
+  switch (t) {
+#define JFLUX_CASE(ID, ...)                                    \
+  case DType::k##ID:                                           \
+    if constexpr (Has(kAmong, DType::k##ID)) {                 \
+      return f(std::integral_constant<DType, DType::k##ID>{}); \
+    }                                                          \
+    break;
+    JFLUX_FORMATS(JFLUX_CASE)
+#undef JFLUX_CASE
+  }
+  Trap();  // the caller has refused all other formats
+  __builtin_unreachable();
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_CORE_FORMAT_H_

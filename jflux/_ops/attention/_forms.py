@@ -1,0 +1,138 @@
+"""The forms of attention over a split sequence, of which :func:`passes_of` chooses.
+
+They are chosen when a call is traced, each pass by itself: JAX differentiates cuDNN's one call, and
+others keep what their backward pass takes. What a form says of a call goes by shapes, types,
+options and the platform of the mesh.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+
+from ... import _config
+from ..._call import plans
+from ..._call.forms import Call, Form, Takes, WhyNot, choose
+from ..._call.plans import Machine, Path, Plan
+from ..._ranks import meshes
+from . import (
+    _cudnn,
+    _cudnn_by_chunks,
+    all_gather_attention,
+    flash_attention,
+)
+from ._blockwise import Scores
+from ._one_device import attend
+from ._passes import (
+    CUDNN,
+    KERNEL,
+    Passes,
+    over_ranks_in_one_kernel,
+)
+from ._split_sequence import Params, Pass, gather_keys
+
+
+def _takes_one_call(call: Call, machine: Machine) -> Plan | None:
+    """cuDNN's attention, by one call that computes all that is asked for."""
+    (q, _, _, segments), params = call.arrays, call.params
+    scores = params.scores
+    no_mask = not scores.causal and scores.window is None and not params.ring
+    nothing_else = not params.return_lse and segments is None and scores.softcap is None
+    takes = (
+        nothing_else
+        and (params.ranks == 1 or no_mask)
+        and _cudnn.takes_call(q, scores.causal, scores.window)
+    )
+    return plans.decomposed("one call of cuDNN") if takes else None
+
+
+def one_call(
+    params: Params, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, *_: Any
+) -> Any:
+    if params.ranks > 1:
+        k, v = gather_keys(params, k, v)
+    scores = params.scores
+    return attend(
+        q, k, v, is_causal=scores.causal, scale=scores.scale, mask=None,
+        local_window_size=scores.window,
+    ), None  # fmt: skip
+
+
+def _takes_kernel_over_ranks(call: Call, machine: Machine) -> Plan | WhyNot | None:
+    (q, k, v, segments), params = call.arrays, call.params
+    if params.ring or not all_gather_attention.takes(params.axis_name, params.ranks, segments):
+        return None
+    if isinstance(why_no_cudnn := _takes_cudnn(call, machine), WhyNot):
+        return plans.decomposed(why_no_cudnn.reason)
+    if all_gather_attention.beats_cudnn(q, k, v, params.scores):
+        return plans.decomposed("jflux's kernel is faster than cuDNN's calls")
+    return None
+
+
+def _takes_cudnn(call: Call, machine: Machine) -> Plan | WhyNot:
+    (q, k, _, segments), params = call.arrays, call.params
+    why = _cudnn_by_chunks.why_not(q, k, params.scores, params.layout, params.ranks, segments)
+    return WhyNot(why) if why else plans.decomposed("cuDNN's calls by chunks")
+
+
+def _takes_cudnn_backward(call: Call, machine: Machine) -> Plan | WhyNot:
+    """cuDNN's backward pass takes no cotangent of the log-sum-exp."""
+    if call.params.return_lse:
+        return WhyNot("the log-sum-exp is a result")
+    by_kernel = isinstance(_takes_kernel_over_ranks(call, machine), Plan)
+    if by_kernel and call.arrays[0].shape[1] <= all_gather_attention.MOST_POSITIONS_FOR_GRADIENTS:
+        return WhyNot("jflux's kernel is faster than cuDNN's calls")
+    return _takes_cudnn(call, machine)
+
+
+def _takes_all(call: Call, machine: Machine) -> Plan:
+    return plans.decomposed("")
+
+
+def _if_ring(ring: bool, takes: Takes) -> Takes:
+    """Of a form whose keys go around a ring, or are gathered."""
+    return lambda call, machine: takes(call, machine) if call.params.ring == ring else None
+
+
+_FORWARD: tuple[Form[Pass], ...] = (
+    Form(_takes_one_call, one_call),
+    Form(_takes_kernel_over_ranks, over_ranks_in_one_kernel),
+    Form(_if_ring(False, _takes_cudnn), CUDNN.gathered.forward),
+    Form(_if_ring(True, _takes_cudnn), CUDNN.around.forward),
+    Form(_if_ring(False, _takes_all), KERNEL.gathered.forward),
+    Form(_if_ring(True, _takes_all), KERNEL.around.forward),
+)
+_BACKWARD: tuple[Form[Pass], ...] = (
+    Form(_if_ring(False, _takes_cudnn_backward), CUDNN.gathered.backward),
+    Form(_if_ring(True, _takes_cudnn_backward), CUDNN.around.backward),
+    Form(_if_ring(False, _takes_all), KERNEL.gathered.backward),
+    Form(_if_ring(True, _takes_all), KERNEL.around.backward),
+)
+
+
+def passes_of(params: Params, q: Any, k: Any, v: Any, segment_ids: Any) -> Passes:
+    """The passes of a call."""
+    call, machine = Call((q, k, v, segment_ids), params), Machine(meshes.platform())
+    (plan, forward), (_, backward) = (
+        choose(forms, call, machine) for forms in (_FORWARD, _BACKWARD)
+    )
+    assert forward is not None and backward is not None
+    if forward.run not in (one_call, CUDNN.gathered.forward, CUDNN.around.forward):
+        _say_if_no_kernel(plan.reason, q, k, v, params.scores)
+    return Passes(forward.run, backward.run)
+
+
+def _say_if_no_kernel(
+    why_no_cudnn: str, q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores
+) -> None:
+    """Says once if nothing but XLA's operations takes a call on GPUs."""
+    if meshes.platform() != "gpu":
+        return
+    plan = flash_attention.plan(q, k, v, scores)
+    if plan.path == Path.REFERENCE:
+        _config.say_once(
+            logging.INFO,
+            f"jflux.attention runs in XLA's operations: {why_no_cudnn}; no kernel: {plan.reason}",
+        )
