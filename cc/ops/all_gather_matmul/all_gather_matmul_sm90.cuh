@@ -279,11 +279,7 @@ struct AllGatherMatmulSm90 {
   };
 };
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    AllGatherMatmulKernel(const __grid_constant__ AllGatherMatmulArgs args) {
-  RunGemm<AllGatherMatmulSm90<Config>>(args);
-}
+JFLUX_GEMM_KERNEL(AllGatherMatmul);
 
 struct AllGatherMatmulInstances {
   static constexpr OpFormats kFormats = kAllGatherMatmulFormats;
