@@ -7,17 +7,11 @@
 
 #include "core/activation.h"
 #include "core/platform.h"
-#include "core/tile_order.h"
 #include "gpu/ptx.cuh"
 #include "gpu/staging.cuh"
 #include "gpu/types.cuh"
 
 namespace jflux {
-
-// The base of an Op::Epilogue that leaves out no m64 block's products.
-struct EveryM64 {
-  static __device__ bool Needs(int32_t, Tile, int) { return true; }
-};
 
 // The layout of a staged m64 block. TMA stores take boxes of 64 columns (32 if tiles are not a
 // multiple of 64), whose 16-byte vectors are swizzled by the row.

@@ -22,8 +22,10 @@
 //   SumRows(args, call, smem)   all consumer threads, after their last tile, while the send warp
 //                               does the same in Send. Send returns after all of them, so what
 //                               follows it counts for them
+//   LeaveCounters(args)         one lane, after Send and after the last tile; defined by an op with
+//                               counters of its own to reset (gpu/gemm_call.cuh)
 //
-// What a base does nothing with is a type that derives from Nothing (kDoes).
+// A type that derives from Nothing does nothing (kDoes).
 #ifndef JFLUX_GPU_GEMM_EXCHANGE_CUH_
 #define JFLUX_GPU_GEMM_EXCHANGE_CUH_
 

@@ -14,7 +14,8 @@
 //                                 warp computes them for the load warp
 //   Terms(args)                   a tile is the sum of so many products. Unless defined: 1
 //   KOf(args, tile, coords, term) -> KRange
-//                                 the k of a term; of the first one never empty, unless k is split
+//                                 the k of a term; of the first one never empty, unless k is split.
+//                                 With OrderedTiles, `coords` may be empty
 //   RhsOf(args, coords, term)     -> Rhs, or StackedRhs
 //   PrefetchMaps(args)            one lane
 //   BoxesOfA:

@@ -36,7 +36,7 @@
 
 namespace jflux {
 
-// Next<kCluster>(args, last) is the number of the tile after tile `last`; after -1, of the first.
+// Next<kCluster>(args, last): the number of a cluster's tile after `last`; after -1, of its first.
 struct Counted {
   template <int kCluster, typename Args>
   static __device__ __forceinline__ int32_t Next(const Args& args, int32_t) {

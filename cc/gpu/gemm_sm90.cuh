@@ -25,27 +25,29 @@
 //
 // Tiles and transfers are taken from counters, so the kernel makes progress with as many CTAs as
 // fit on the GPU. A CTA that starts late, because another kernel holds its SM, finds its share
-// already taken, except a static first tile (StaticFirst). The last warp to take work
-// resets the counters and publishes the epoch (LeaveCounters).
+// already taken, except a static first tile (StaticFirst). The last warp to take work resets the
+// counters and publishes the epoch (LeaveCounters).
 //
-// An Op (ops/*/*_sm90.cuh) is a Config (gpu/gemm_smem.cuh), the kernel's Args {num_tiles, a_bytes,
-// ...; with peers also state, view, signature, op}, and four policies of static device functions.
-// Each policy's header says what it provides:
+// An Op (ops/*/*_sm90.cuh) has a Config (gpu/gemm_smem.cuh), the kernel's Args, and four policies:
 //
-//   policy      decides                                  contract                 roles that call
-//   it Schedule    which tile comes next                    gemm_schedule.cuh        scheduler
-//   Operands    where A and B lie, and the range of k    gemm_operands_sm90.cuh   scheduler, load
-//   Epilogue    what becomes of the sums                 epilogue_sm90.cuh        consumers, store
-//   Exchange    what passes between ranks                gemm_exchange.cuh        send, scheduler
+//   policy     decides                                     contract                  asked by
+//   Schedule   which tile comes next                       gemm_schedule.cuh         scheduler
+//   Operands   where A and B lie, and the range of k       gemm_operands_sm90.cuh    scheduler,
+//   load Epilogue   what becomes of a tile's sums               gemm_epilogue_sm90.cuh consumers,
+//   store Exchange   what passes between this rank and others    gemm_exchange.cuh         send,
+//   scheduler
+//
+// All functions of a policy are static, but for those of objects of the scheduler warp. Args have
+// num_tiles (OrderedTiles), a_bytes (BoxesOfA), and state, view, signature and op (PeerExchange).
 #ifndef JFLUX_GPU_GEMM_SM90_CUH_
 #define JFLUX_GPU_GEMM_SM90_CUH_
 
 #include <cstdint>
 
 #include "core/tile_order.h"
-#include "gpu/epilogue_sm90.cuh"
 #include "gpu/gemm_call.cuh"
 #include "gpu/gemm_consumer_sm90.cuh"
+#include "gpu/gemm_epilogue_sm90.cuh"
 #include "gpu/gemm_exchange.cuh"
 #include "gpu/gemm_load_sm90.cuh"
 #include "gpu/gemm_schedule.cuh"
@@ -183,6 +185,22 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
     Exchange::SumRows(args, call, smem);
   }
 }
+
+// NameKernel<Config>, which runs NameSm90<Config> with NameArgs, and NameKernels, which an op's
+// Instances derive from (runtime/gemm_instances_cuda.h).
+#define JFLUX_GEMM_KERNEL(Name)                                    \
+  template <typename Config>                                       \
+  __global__ void __launch_bounds__(Config::kThreads, 1)           \
+      Name##Kernel(const __grid_constant__ Name##Args args) {      \
+    RunGemm<Name##Sm90<Config>>(args);                             \
+  }                                                                \
+  struct Name##Kernels {                                           \
+    template <typename Config>                                     \
+    static const void* Kernel() {                                  \
+      return reinterpret_cast<const void*>(&Name##Kernel<Config>); \
+    }                                                              \
+  };                                                               \
+  static_assert(true)
 
 }  // namespace jflux
 

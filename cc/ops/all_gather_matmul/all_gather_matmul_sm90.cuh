@@ -119,18 +119,23 @@ struct AllGatherMatmulSm90 {
     }
 
     // How the m64 block that starts at virtual row `row0` is written to y.
-    enum class Path { kNone, kTma, kRows, kFloat32 };
-    static __device__ Path PathOf(const Args& args, int64_t row0) {
+    struct BlockPath {
+      enum { kNone, kTma, kRows, kFloat32 } path;
+      __device__ bool IsFloat32() const { return path == kFloat32; }
+      __device__ bool IsStoredByTma() const { return path == kTma; }
+    };
+    static __device__ BlockPath PathOf(const Args& args, int64_t row0) {
       const Rows& rows = args.rows;
       const int64_t total = rows.Total();
-      if (row0 >= total) return Path::kNone;
-      if (args.out_f32) return Path::kFloat32;
+      if (row0 >= total) return BlockPath{BlockPath::kNone};
+      if (args.out_f32) return BlockPath{BlockPath::kFloat32};
       // Whether the rows are consecutive in y too.
       const int64_t last = Min(row0 + 64, total) - 1;
       const bool together =
           rows.outer == 1 || Quotient(row0, rows.inner) == Quotient(last, rows.inner);
       // A TMA store writes all 64 rows, so fewer are allowed only at the end of y.
-      return together && (rows.outer == 1 || last - row0 == 63) ? Path::kTma : Path::kRows;
+      return BlockPath{together && (rows.outer == 1 || last - row0 == 63) ? BlockPath::kTma
+                                                                          : BlockPath::kRows};
     }
 
     template <typename AwaitPartials>
@@ -138,12 +143,7 @@ struct AllGatherMatmulSm90 {
                                   StagingWriter<Config>& staging, Slices<Config>& acc,
                                   int32_t row_block, Tile tile, AwaitPartials&&) {
       if (args.no_epilogue) {  // short code path: instruction fetches are latency too
-#pragma unroll
-        for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
-          if (!HasRows(args, row_block, staging.M64At(i))) continue;
-          StageM64<T, Config::kSliceN>(acc[i], staging.Acquire());
-          staging.Publish();
-        }
+        StageTile(staging, acc, [&](int m64) { return HasRows(args, row_block, m64); });
         return;
       }
 #pragma unroll
@@ -155,64 +155,38 @@ struct AllGatherMatmulSm90 {
       }
     }
 
+    struct Place {
+      const Args& args;
+      int64_t row0, n0, n;
+      __device__ int64_t Columns() const { return n; }
+      __device__ int64_t RowAt(int r, int64_t n) const {
+        return row0 + r < args.rows.Total() ? args.rows.Actual(row0 + r) * n : -1;
+      }
+      __device__ BlockPath Path() const { return PathOf(args, row0); }
+    };
     // Finishes the m64 block that starts at virtual row `row0`: the sums saved for the gradient,
     // then y. Store writes them out in the same order.
     static __device__ void FinishM64(const Args& args, StagingWriter<Config>& staging,
                                      float (&acc)[Config::kSliceAccumulators], int64_t row0,
                                      Tile tile) {
       const Columns columns = ColumnsOf(args, tile);
-      const int64_t n = args.n[columns.weight];
+      const Place place{args, row0, columns.n0, args.n[columns.weight]};
+      const M64Block<Config, Place> block{staging, acc, place};
       if constexpr (Config::kTwoWeights) {
-        if (args.gated) return FinishGated(args, staging, acc, row0, columns.n0, n);
+        if (args.gated) {
+          constexpr int kHalf = Config::kTileN / 2;
+          Apply(block, step::Bias<kHalf>{args.bias[0]}, step::Bias<kHalf, kHalf>{args.bias[1]},
+                step::SaveHalves<kHalf>{args.sums_data[0], args.sums_data[1]},
+                step::Activate<kHalf>{args.activation}, step::Gate<kHalf>{},
+                step::Write<kHalf>{args.y_data[0]});
+          return;
+        }
       }
+      // Save and Write share no code: a loop over both would halve it, and spill 2 KB of registers.
+      constexpr int kN = Config::kSliceN;
       const int i = columns.weight;
-      if (args.bias[i] != nullptr) AddBias<Config::kSliceN>(acc, args.bias[i], columns.n0, n);
-      // A loop over both would halve the code and spill 2 KB of registers.
-      if (args.sums_data[i] != nullptr) {
-        Write<Config::kSliceN, 0>(args, staging, acc, args.sums_data[i], row0, columns.n0, n);
-      }
-      Activate<Config::kSliceN>(acc, args.activation);
-      Write<Config::kSliceN, 0>(args, staging, acc, args.y_data[i], row0, columns.n0, n);
-    }
-
-    // The first half of the columns is the gate. A thread holds the same elements of both halves.
-    static __device__ void FinishGated(const Args& args, StagingWriter<Config>& staging,
-                                       float (&acc)[Config::kSliceAccumulators], int64_t row0,
-                                       int64_t n0, int64_t n) {
-      constexpr int kHalf = Config::kTileN / 2;
-      if (args.bias[0] != nullptr) AddBias<kHalf, 0>(acc, args.bias[0], n0, n);
-      if (args.bias[1] != nullptr) AddBias<kHalf, kHalf>(acc, args.bias[1], n0, n);
-      if (args.sums_data[0] != nullptr) {
-        Write<kHalf, 0>(args, staging, acc, args.sums_data[0], row0, n0, n);
-        Write<kHalf, kHalf>(args, staging, acc, args.sums_data[1], row0, n0, n);
-      }
-      Activate<kHalf>(acc, args.activation);
-#pragma unroll
-      for (int i = 0; i < kHalf / 2; ++i) acc[i] *= acc[kHalf / 2 + i];
-      Write<kHalf, 0>(args, staging, acc, args.y_data[0], row0, n0, n);
-    }
-
-    // Writes kColumns columns of the accumulators, from kFirst on, to `data` [rows, n] at (row0,
-    // n0).
-    template <int kColumns, int kFirst>
-    static __device__ void Write(const Args& args, StagingWriter<Config>& staging,
-                                 const float (&acc)[Config::kSliceAccumulators], void* data,
-                                 int64_t row0, int64_t n0, int64_t n) {
-      const auto row_of = [&](int r) {
-        return row0 + r < args.rows.Total() ? args.rows.Actual(row0 + r) * n : -1;
-      };
-      const Path path = PathOf(args, row0);
-      if (path == Path::kFloat32) {
-        StoreM64F32<kColumns, kFirst>(acc, data, n0, n, row_of);
-        return;
-      }
-      const StagedM64 staged = staging.Acquire();
-      StageM64<T, kColumns, kFirst>(acc, staged);
-      if (path == Path::kTma) {
-        staging.Publish();
-      } else {
-        ScatterStagedRows<T, kColumns>(staged, 1 + staging.consumer, data, n0, n, row_of);
-      }
+      Apply(block, step::Bias<kN>{args.bias[i]}, step::Save<kN>{args.sums_data[i]},
+            step::Activate<kN>{args.activation}, step::Write<kN>{args.y_data[i]});
     }
 
     static __device__ void Store(const Args& args, const CallContext& call,
@@ -236,7 +210,7 @@ struct AllGatherMatmulSm90 {
 #pragma unroll
       for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
         const int64_t row0 = static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64;
-        if (PathOf(args, row0) != Path::kTma) continue;
+        if (!PathOf(args, row0).IsStoredByTma()) continue;
         const int64_t row = args.rows.Actual(row0);
         const auto store = [&](const CUtensorMap* map) {
           const StagedM64 staged = staging.Acquire(m64);
@@ -305,21 +279,13 @@ struct AllGatherMatmulSm90 {
   };
 };
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    AllGatherMatmulKernel(const __grid_constant__ AllGatherMatmulArgs args) {
-  RunGemm<AllGatherMatmulSm90<Config>>(args);
-}
+JFLUX_GEMM_KERNEL(AllGatherMatmul);
 
-struct AllGatherMatmulInstances {
+struct AllGatherMatmulInstances : AllGatherMatmulKernels {
   static constexpr OpFormats kFormats = kAllGatherMatmulFormats;
   static constexpr int kMostSplits = kGatherSplits;
   // Results go to this GPU's memory, which takes them at once.
   static constexpr bool kMayLendStage = true;
-  template <typename Config>
-  static const void* Kernel() {
-    return reinterpret_cast<const void*>(&AllGatherMatmulKernel<Config>);
-  }
 };
 
 // They take as long to compile as the kernels of three other ops together.

@@ -293,12 +293,7 @@ struct AllToAllMatmulSm90 {
                                   StagingWriter<Config>& staging, Accumulators<Config>& acc,
                                   int32_t row_block, Tile, AwaitPartials&&) {
       const Place place = PlaceOf(args, row_block);
-#pragma unroll
-      for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
-        if (!HasRows(args, place, staging.M64At(i))) continue;
-        StageM64<T, Config::kTileN>(acc[i], staging.Acquire());
-        staging.Publish();
-      }
+      StageTile(staging, acc, [&](int m64) { return HasRows(args, place, m64); });
     }
 
     // TMA drops rows outside the shard and columns past the last.
@@ -368,11 +363,7 @@ struct AllToAllMatmulSm90 {
   };
 };
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    AllToAllMatmulKernel(const __grid_constant__ AllToAllMatmulArgs args) {
-  RunGemm<AllToAllMatmulSm90<Config>>(args);
-}
+JFLUX_GEMM_KERNEL(AllToAllMatmul);
 
 }  // namespace jflux
 

@@ -193,61 +193,33 @@ struct GroupedMatmulSm90 {
       }
     }
 
+    // TMA stores 64 rows, so it cannot store the last ones of a group.
+    struct Place {
+      const Args& args;
+      int32_t row0, rows, n0;
+      __device__ int64_t Columns() const { return args.n; }
+      __device__ int64_t RowAt(int r, int64_t n) const { return r < rows ? (row0 + r) * n : -1; }
+      __device__ const Place& Path() const { return *this; }
+      __device__ bool IsFloat32() const { return args.out_f32; }
+      __device__ bool IsStoredByTma() const { return rows == 64; }
+    };
     static __device__ void FinishM64(const Args& args, StagingWriter<Config>& staging,
                                      float (&acc)[Config::kSliceAccumulators], int32_t row0,
                                      int32_t rows, int32_t n0) {
+      constexpr int kN = Config::kTileN;
+      const Place place{args, row0, rows, n0};
+      const M64Block<Config, Place> block{staging, acc, place};
       if constexpr (Config::kTwoWeights) {
         if (args.gated) {
-          if (args.sums_data[0] != nullptr) {
-            Write<kHalf, 0>(args, staging, acc, args.sums_data[0], row0, rows, n0);
-            Write<kHalf, kHalf>(args, staging, acc, args.sums_data[1], row0, rows, n0);
-          }
-          Activate<kHalf>(acc, args.activation);
-#pragma unroll
-          for (int i = 0; i < kHalf / 2; ++i) acc[i] *= acc[kHalf / 2 + i];
-          ScaleRows<kHalf>(args, acc, row0, rows);
-          Write<kHalf, 0>(args, staging, acc, args.y_data, row0, rows, n0);
+          Apply(block, step::SaveHalves<kHalf>{args.sums_data[0], args.sums_data[1]},
+                step::Activate<kHalf>{args.activation}, step::Gate<kHalf>{},
+                step::ScaleRows<kHalf>{args.row_scale, row0, rows},
+                step::Write<kHalf>{args.y_data});
           return;
         }
       }
-      if (args.sums_data[0] != nullptr) {
-        Write<Config::kTileN, 0>(args, staging, acc, args.sums_data[0], row0, rows, n0);
-      }
-      Activate<Config::kTileN>(acc, args.activation);
-      ScaleRows<Config::kTileN>(args, acc, row0, rows);
-      Write<Config::kTileN, 0>(args, staging, acc, args.y_data, row0, rows, n0);
-    }
-
-    template <int kColumns>
-    static __device__ void ScaleRows(const Args& args, float (&acc)[Config::kSliceAccumulators],
-                                     int32_t row0, int32_t rows) {
-      if (args.row_scale == nullptr) return;
-      const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;  // and row + 8
-      const float low = row < rows ? __ldg(args.row_scale + row0 + row) : 0.0f;
-      const float high = row + 8 < rows ? __ldg(args.row_scale + row0 + row + 8) : 0.0f;
-#pragma unroll
-      for (int i = 0; i < kColumns / 2; ++i) acc[i] *= i % 4 < 2 ? low : high;
-    }
-
-    // Writes kColumns columns of the accumulators, from kFirst on, to `data` [M, n] at (row0, n0).
-    // TMA stores 64 rows, so it cannot store the last ones of a group.
-    template <int kColumns, int kFirst>
-    static __device__ void Write(const Args& args, StagingWriter<Config>& staging,
-                                 const float (&acc)[Config::kSliceAccumulators], void* data,
-                                 int32_t row0, int32_t rows, int32_t n0) {
-      const int64_t n = args.n;
-      const auto row_of = [&](int r) { return r < rows ? (row0 + r) * n : -1; };
-      if (args.out_f32) {
-        StoreM64F32<kColumns, kFirst>(acc, data, n0, n, row_of);
-        return;
-      }
-      const StagedM64 staged = staging.Acquire();
-      StageM64<T, kColumns, kFirst>(acc, staged);
-      if (rows == 64) {
-        staging.Publish();
-      } else {
-        ScatterStagedRows<T, kColumns>(staged, 1 + staging.consumer, data, n0, n, row_of);
-      }
+      Apply(block, step::Save<kN>{args.sums_data[0]}, step::Activate<kN>{args.activation},
+            step::ScaleRows<kN>{args.row_scale, row0, rows}, step::Write<kN>{args.y_data});
     }
 
     static __device__ void Store(const Args& args, const CallContext&,
@@ -296,11 +268,7 @@ struct GroupedMatmulSm90 {
   };
 };
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    GroupedMatmulKernel(const __grid_constant__ GroupedMatmulArgs args) {
-  RunGemm<GroupedMatmulSm90<Config>>(args);
-}
+JFLUX_GEMM_KERNEL(GroupedMatmul);
 
 }  // namespace jflux
 

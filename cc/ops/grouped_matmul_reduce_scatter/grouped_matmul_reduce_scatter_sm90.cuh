@@ -280,6 +280,7 @@ struct GroupedMatmulReduceScatterSm90 : GroupedMatmulSm90<Config_> {
   }
 
   struct Epilogue : Base::Epilogue {
+    using Place = typename Base::Epilogue::Place;
     template <typename AwaitPartials>
     static __device__ void Finish(const Args& args, const CallContext&,
                                   StagingWriter<Config>& staging, Slices<Config>& acc,
@@ -290,8 +291,9 @@ struct GroupedMatmulReduceScatterSm90 : GroupedMatmulSm90<Config_> {
         const int32_t row0 = Base::RowOf(row_block) + staging.M64At(i) * 64;
         const int32_t rows = Base::RowsOf(row0, tile);
         if (rows <= 0) continue;
-        Base::Epilogue::template Write<Config::kTileN, 0>(args, staging, acc[i], args.y_data, row0,
-                                                          rows, n0);
+        const Place place{args, row0, rows, n0};
+        const M64Block<Config, Place> block{staging, acc[i], place};
+        Apply(block, step::Write<Config::kTileN>{args.y_data});
         if (rows == 64 && !args.out_f32) continue;    // the store warp counts it
         ptx::BarrierSync(1 + staging.consumer, 128);  // all threads' stores come before the count
         if (threadIdx.x % 128 == 0) CountStored(args, tile, 1);
@@ -349,11 +351,7 @@ struct GroupedMatmulReduceScatterSm90 : GroupedMatmulSm90<Config_> {
   };
 };
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    GroupedMatmulReduceScatterKernel(const __grid_constant__ GroupedMatmulReduceScatterArgs args) {
-  RunGemm<GroupedMatmulReduceScatterSm90<Config>>(args);
-}
+JFLUX_GEMM_KERNEL(GroupedMatmulReduceScatter);
 
 }  // namespace jflux
 

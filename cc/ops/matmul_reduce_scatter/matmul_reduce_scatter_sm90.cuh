@@ -215,35 +215,38 @@ struct MatmulReduceScatterSm90 {
       }
     }
 
+    struct Place {
+      const Args& args;
+      int64_t row0, n0;
+      __device__ const int64_t& Columns() const { return args.n; }
+      __device__ int64_t RowAt(int r, const int64_t& n) const {
+        const bool inside = row0 + r >= 0 && row0 + r < args.rows.PerRank();
+        return inside ? (row0 + r) * n : -1;
+      }
+      __device__ const Place& Path() const { return *this; }
+      __device__ bool IsFloat32() const { return args.out_f32; }
+    };
     // Finishes the m64 block that starts at row `row0` of y. row0 is negative if the block starts
     // with rows of the previous rank.
     static __device__ void FinishM64(const Args& args, StagingWriter<Config>& staging,
                                      float (&acc)[Config::kSliceAccumulators], int64_t row0,
                                      Tile tile) {
-      const int64_t n0 = FirstColumn<Config>(tile);
-      const auto row_of = [&](int r) {
-        const bool inside = row0 + r >= 0 && row0 + r < args.rows.PerRank();
-        return inside ? (row0 + r) * args.n : -1;
-      };
-      if (args.bias != nullptr) AddBias<Config::kSliceN>(acc, args.bias, n0, args.n);
-      if (args.residual != nullptr) {
-        if (args.out_f32) {
-          AddRows<float, Config::kSliceN>(acc, args.residual, n0, args.n, row_of);
-        } else {
-          AddRows<T, Config::kSliceN>(acc, args.residual, n0, args.n, row_of);
-        }
-      }
+      constexpr int kN = Config::kSliceN;
+      const Place place{args, row0, FirstColumn<Config>(tile)};
+      const M64Block<Config, Place> block{staging, acc, place};
+      Apply(block, step::Bias<kN>{args.bias}, step::Residual<kN>{args.residual});
+      const auto row_of = [&](int r) { return place.RowAt(r, args.n); };
       if (args.out_f32) {
-        StoreM64F32<Config::kSliceN>(acc, args.y_data, n0, args.n, row_of);
+        StoreM64F32<kN>(acc, args.y_data, place.n0, args.n, row_of);
         return;
       }
       const StagedM64 staged = staging.Acquire();
-      StageM64<T, Config::kSliceN>(acc, staged);
+      StageM64<T, kN>(acc, staged);
       if (row0 >= 0) {
         staging.Publish();
       } else {
-        ScatterStagedRows<T, Config::kSliceN>(staged, 1 + staging.consumer, args.y_data, n0, args.n,
-                                              row_of);
+        ScatterStagedRows<T, kN>(staged, 1 + staging.consumer, args.y_data, place.n0, args.n,
+                                 row_of);
       }
     }
 
@@ -335,11 +338,7 @@ struct MatmulReduceScatterSm90 {
   };
 };
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    MatmulReduceScatterKernel(const __grid_constant__ MatmulReduceScatterArgs args) {
-  RunGemm<MatmulReduceScatterSm90<Config>>(args);
-}
+JFLUX_GEMM_KERNEL(MatmulReduceScatter);
 
 // Fills all fields except `signature`, `op` and `senders`.
 inline bool MakeScatterArgs(const MatmulReduceScatterParams& p,
