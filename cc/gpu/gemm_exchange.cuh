@@ -42,16 +42,16 @@ template <typename Policy>
 inline constexpr bool kDoes = !std::is_base_of_v<Nothing, Policy>;
 
 struct NoReceiver : Nothing {
-  template <typename Smem>
-  __device__ explicit NoReceiver(const Smem&) {}
-  template <typename Args, typename IsOver>
-  __device__ __forceinline__ void ReceiveUntil(const Args&, const CallContext&, IsOver&&) {}
-  template <typename Args>
-  __device__ __forceinline__ void ReceiveRest(const Args&, const CallContext&) {}
+  template <typename... Any>
+  __device__ explicit NoReceiver(const Any&...) {}
+  template <typename... Any>
+  __device__ __forceinline__ void ReceiveUntil(const Any&...) {}
+  template <typename... Any>
+  __device__ __forceinline__ void ReceiveRest(const Any&...) {}
 };
 struct LocalRows : Nothing {
-  template <typename Args, typename Smem>
-  __device__ LocalRows(const Args&, const Smem&) {}
+  template <typename... Any>
+  __device__ explicit LocalRows(const Any&...) {}
 };
 struct NoPartials : Nothing {};
 
@@ -59,28 +59,27 @@ struct ExchangeBase {
   using Rows = LocalRows;
   using Receiver = NoReceiver;
   using Partials = NoPartials;
-
-  template <typename Args, typename Smem>
-  static __device__ __forceinline__ void Send(const Args&, const CallContext&, const Smem&) {}
-  template <typename Args, typename Smem>
-  static __device__ __forceinline__ void SumRows(const Args&, const CallContext&, const Smem&) {}
+  template <typename... Any>
+  static __device__ __forceinline__ void Send(const Any&...) {}
+  template <typename... Any>
+  static __device__ __forceinline__ void SumRows(const Any&...) {}
 };
 
 struct NoExchange : ExchangeBase, Nothing {
-  template <typename Args>
-  static __device__ __forceinline__ CallContext Begin(const Args&) {
+  template <typename... Any>
+  static __device__ __forceinline__ CallContext Begin(const Any&...) {
     return CallContext{};
   }
-  template <typename Args>
-  static __device__ __forceinline__ void Delay(const Args&, const CallContext&) {}
-  template <typename Args>
-  static __device__ __forceinline__ void Enter(const Args&) {}
-  template <typename Args>
-  static __device__ __forceinline__ void CheckAlone(const Args&, const CallContext&) {}
-  template <typename Args>
-  static __device__ __forceinline__ void LeaveCounters(const Args&) {}
-  template <typename Args>
-  static __device__ __forceinline__ void Leave(const Args&, const CallContext&) {}
+  template <typename... Any>
+  static __device__ __forceinline__ void Delay(const Any&...) {}
+  template <typename... Any>
+  static __device__ __forceinline__ void Enter(const Any&...) {}
+  template <typename... Any>
+  static __device__ __forceinline__ void CheckAlone(const Any&...) {}
+  template <typename... Any>
+  static __device__ __forceinline__ void LeaveCounters(const Any&...) {}
+  template <typename... Any>
+  static __device__ __forceinline__ void Leave(const Any&...) {}
 };
 
 struct PeerExchange : ExchangeBase {
