@@ -90,6 +90,20 @@ _ALIGN = tl.constexpr(128)  # bytes: of workspace buffers
 
 
 @triton.jit
+def _do(text: tl.constexpr, constraints: tl.constexpr, args):
+    """An instruction for its effects; it sets $0, which nobody reads."""
+    return tl.inline_asm_elementwise(text, constraints, args, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _get_u64(text: tl.constexpr, constraints: tl.constexpr, args):
+    """An instruction with a result, which memory or time may change."""
+    return tl.inline_asm_elementwise(
+        text, constraints, args, dtype=tl.uint64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _tid():
     return tl.inline_asm_elementwise(
         "mov.u32 $0, %tid.x;", "=r", [], dtype=tl.int32, is_pure=True, pack=1
@@ -98,61 +112,30 @@ def _tid():
 
 @triton.jit
 def _load_acquire(address):
-    return tl.inline_asm_elementwise(
-        "ld.acquire.sys.global.u64 $0, [$1];",
-        "=l,l,~{memory}",
-        [address],
-        dtype=tl.uint64,
-        is_pure=False,
-        pack=1,
-    )
+    return _get_u64("ld.acquire.sys.global.u64 $0, [$1];", "=l,l,~{memory}", [address])
 
 
 @triton.jit
 def _load_relaxed(address):
-    return tl.inline_asm_elementwise(
-        "ld.relaxed.sys.global.u64 $0, [$1];",
-        "=l,l,~{memory}",
-        [address],
-        dtype=tl.uint64,
-        is_pure=False,
-        pack=1,
-    )
+    return _get_u64("ld.relaxed.sys.global.u64 $0, [$1];", "=l,l,~{memory}", [address])
 
 
 @triton.jit
 def _store_relaxed(address, value):
-    tl.inline_asm_elementwise(
-        "st.relaxed.sys.global.u64 [$1], $2; mov.u32 $0, 0;",
-        "=r,l,l,~{memory}",
-        [address, value],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    _do("st.relaxed.sys.global.u64 [$1], $2; mov.u32 $0, 0;", "=r,l,l,~{memory}", [address, value])
 
 
 @triton.jit
 def _store_release(address, value):
-    tl.inline_asm_elementwise(
-        "st.release.sys.global.u64 [$1], $2; mov.u32 $0, 0;",
-        "=r,l,l,~{memory}",
-        [address, value],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    _do("st.release.sys.global.u64 [$1], $2; mov.u32 $0, 0;", "=r,l,l,~{memory}", [address, value])
 
 
 @triton.jit
 def _compare_exchange(address, expected, desired):
-    seen = tl.inline_asm_elementwise(
+    seen = _get_u64(
         "atom.acq_rel.sys.global.cas.b64 $0, [$1], $2, $3;",
         "=l,l,l,l,~{memory}",
         [address, expected, desired],
-        dtype=tl.uint64,
-        is_pure=False,
-        pack=1,
     )
     return seen == expected
 
@@ -160,70 +143,39 @@ def _compare_exchange(address, expected, desired):
 @triton.jit
 def _add_here(address, value):
     """Adds to this rank's own memory; the value before."""
-    return tl.inline_asm_elementwise(
-        "atom.relaxed.gpu.global.add.u64 $0, [$1], $2;",
-        "=l,l,l,~{memory}",
-        [address, value],
-        dtype=tl.uint64,
-        is_pure=False,
-        pack=1,
+    return _get_u64(
+        "atom.relaxed.gpu.global.add.u64 $0, [$1], $2;", "=l,l,l,~{memory}", [address, value]
     )
 
 
 @triton.jit
 def _exchange_here(address, value):
-    tl.inline_asm_elementwise(
+    _do(
         "{ .reg .b64 was; atom.relaxed.gpu.global.exch.b64 was, [$1], $2; mov.u32 $0, 0; }",
         "=r,l,l,~{memory}",
         [address, value],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
     )
 
 
 @triton.jit
 def _fence_system():
-    tl.inline_asm_elementwise(
-        "fence.acq_rel.sys; mov.u32 $0, 0;",
-        "=r,~{memory}",
-        [],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    _do("fence.acq_rel.sys; mov.u32 $0, 0;", "=r,~{memory}", [])
 
 
 @triton.jit
 def _fence_proxy():
     """What this thread sees, TMA sees too."""
-    tl.inline_asm_elementwise(
-        "fence.proxy.async; mov.u32 $0, 0;",
-        "=r,~{memory}",
-        [],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    _do("fence.proxy.async; mov.u32 $0, 0;", "=r,~{memory}", [])
 
 
 @triton.jit
 def _now():
-    return tl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer;", "=l,~{memory}", [], dtype=tl.uint64, is_pure=False, pack=1
-    )
+    return _get_u64("mov.u64 $0, %globaltimer;", "=l,~{memory}", [])
 
 
 @triton.jit
 def _sleep(ns: tl.constexpr):
-    tl.inline_asm_elementwise(
-        "nanosleep.u32 $1; mov.u32 $0, 0;",
-        "=r,r,~{memory}",
-        [tl.full([], ns, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    _do("nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r,~{memory}", [tl.full([], ns, tl.int32)])
 
 
 @triton.jit
@@ -232,9 +184,7 @@ def _trap():
     start = _now()
     while _now() - start < 300000000:
         _sleep(1000)
-    tl.inline_asm_elementwise(
-        "trap; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
-    )
+    _do("trap; mov.u32 $0, 0;", "=r,~{memory}", [])
 
 
 # ---- Waiting ------------------------------------------------------------------------------------

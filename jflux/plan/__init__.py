@@ -11,6 +11,7 @@ equations and what they say of the paper's own models.
 """
 
 from . import equations as equations
+from .equations import Breakdown as Breakdown
 from .machine import MACHINES as MACHINES
 from .machine import Machine as Machine
 from .machine import measured as measured
@@ -22,7 +23,6 @@ from .models import gpt as gpt
 from .models import llama as llama
 from .models import named as named
 from .models import unet as unet
-from .predict import Breakdown as Breakdown
 from .predict import Extensions as Extensions
 from .reading import read as read
 from .search import NoGrid as NoGrid

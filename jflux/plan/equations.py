@@ -46,11 +46,13 @@ class Axes(NamedTuple):
     data: Value
 
 
-class Times(NamedTuple):
-    """Seconds of a layer's collectives, forward and backward: equations 4 to 8.
+class Breakdown(NamedTuple):
+    """Seconds of the collectives of a layer or of a step, by the axis that they run along. With
+    overlap credit, what of them is exposed.
 
-    For a transposed layer `all_reduce_y`, of the forward pass, runs over the ranks along x, and
-    `all_reduce_x`, of the backward pass, over those along y.
+    Equations 4, 5 and 8; of a step, summed over the layers. `all_reduce_y`, of the forward pass, is
+    equation 6 of plain layers and 7 of transposed ones, `all_reduce_x`, of the backward pass, the
+    other way round.
     """
 
     all_gather_z: Value
@@ -60,7 +62,7 @@ class Times(NamedTuple):
     all_reduce_data: Value
 
     def total(self) -> Value:
-        """Equation 9: t_comm."""
+        """Of all collectives; equation 9, t_comm."""
         return sum(self[1:], self[0])
 
 
@@ -156,7 +158,7 @@ def all_reduce_data(
 def layer_times(
     m: Value, k: Value, n: Value, grid: Sizes, bandwidths: Sizes, *,
     transposed: bool = False, itemsize: Value = 2, gradient_itemsize: Value = 2,
-) -> Times:  # fmt: skip
+) -> Breakdown:  # fmt: skip
     """Equations 4 to 8 of one layer; ``.total()`` is equation 9.
 
     Args:
@@ -171,7 +173,7 @@ def layer_times(
     """
     if transposed:
         grid, bandwidths = swap(grid), swap(bandwidths)
-    return Times(
+    return Breakdown(
         all_gather_z(k, n, grid, bandwidths.z, itemsize=itemsize),
         reduce_scatter_z(k, n, grid, bandwidths.z, itemsize=itemsize),
         all_reduce_y(m, n, grid, bandwidths.y, itemsize=itemsize),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
 from . import equations
-from .equations import Axes, Value, swap
+from .equations import Axes, Breakdown, Value, swap
 from .machine import Machine
 from .model import Layer, Model
 from .training import PAPER, Training
@@ -53,25 +52,6 @@ class Extensions:
 
 
 EXACT = Extensions()
-
-
-class Breakdown(NamedTuple):
-    """Seconds of a step's collectives by the axis that they run along. With overlap credit, what
-    of them is exposed.
-
-    Equations 4, 5 and 8 summed over the layers; `all_reduce_y` is equation 6 of plain layers and 7
-    of transposed ones, `all_reduce_x` the other way round.
-    """
-
-    all_gather_z: Value
-    reduce_scatter_z: Value
-    all_reduce_y: Value
-    all_reduce_x: Value
-    all_reduce_data: Value
-
-    def total(self) -> Value:
-        """Of all collectives."""
-        return sum(self[1:], self[0])
 
 
 def communication(

@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 from ..parallel import Grid
 from . import machine as machines
 from . import models, predict
-from .equations import Axes
+from .equations import Axes, Breakdown
 from .machine import Machine
 from .model import Model
-from .predict import Breakdown, Extensions
+from .predict import Extensions
 from .training import PAPER, Memory, Training
 from .training import memory as _memory
 
