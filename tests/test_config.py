@@ -53,7 +53,7 @@ def test_default_logs_each_reason_once(caplog, monkeypatch):
         _lower()
         _lower()
         assert len(caplog.records) == 1
-        assert "jflux.all_gather_matmul takes its lax reference: int32" in caplog.text
+        assert "jflux.all_gather_matmul takes its lax reference: operands are int32" in caplog.text
         _lower(Call("matmul_reduce_scatter", lead=(2,), k=3, n=2, dtype=np.dtype("int32")))
         assert len(caplog.records) == 2
         _lower(Call("all_gather_matmul", lead=(2,), k=3, n=2, dtype=np.dtype("int16")))

@@ -21,9 +21,9 @@ from harness import (
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _ops as ops
 from jflux._call import tuning_tables
 from jflux._call.plans import Machine, Path
+from jflux._ops import products as ops
 
 BF16 = jnp.bfloat16
 # Columns of each weight, or k of each term: whole tiles and not, aligned and not, more than the

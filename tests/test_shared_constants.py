@@ -29,6 +29,7 @@ def value_of(file: str, name: str) -> int:
     [
         ("core/group_tiles.h", "kMostGroups", _grouped_primitives._MOST_GROUPS),
         ("ops/moe_route/moe_route.cu", "kMostExperts", routing._MOST_EXPERTS),
+        ("ops/moe_route/moe_route.cu", "kMostExpertsPortable", routing._MOST_EXPERTS_PORTABLE),
         (FLASH, "kAttentionPadding", flash_attention._PADDING),
         (FLASH, "kFurthest", flash_attention._FURTHEST),
         (FLASH, "kNowhere", _blockwise.NOWHERE),

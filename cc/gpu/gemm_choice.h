@@ -126,6 +126,23 @@ inline GemmChoice ChooseGemm(int world, int64_t rows_per_rank, int64_t n, int64_
   return best;
 }
 
+// The configuration for shards of `rows` rows. Each has whole tiles of its own, so the estimate
+// counts the padding of every shard's last tiles.
+inline GemmChoice ChooseForShards(int64_t shards, int64_t rows, int64_t n, int64_t k_bytes,
+                                  const Machine& machine, const TileCosts& costs) {
+  const auto cost = [&](const GemmChoice& c) {
+    const int64_t m = shards * RoundUp<int64_t>(rows, kGemmTileM * c.cluster_m);
+    return EstimateCost(c, m, n, k_bytes, machine, costs, kExposed / machine.LinkShare());
+  };
+  GemmChoice best{192, 1, 16};
+  for (const GemmChoice& c : kCompiled) {
+    if (cost(c) < cost(best)) best = c;
+  }
+  // Shorter raster groups if a shard has more than one, as in ChooseGemm.
+  if (best.cluster_m == 2 && rows > kGemmTileM * best.cluster_m * best.group_m) best.group_m = 4;
+  return best;
+}
+
 // The most of some tile rows, up to `most`, that cut them into raster groups of one size.
 inline int64_t EvenGroup(int64_t tiles_m, int64_t most) {
   return CeilDiv(tiles_m, CeilDiv(tiles_m, Max<int64_t>(1, most)));

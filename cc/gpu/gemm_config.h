@@ -101,6 +101,14 @@ inline std::string WhyNotOperands(const OpFormats& op, FormatSet machine, DType 
 inline constexpr char kStraddlingTiles[] =
     "with leading dimensions, shards must have a multiple of 128 rows";
 
+// WhyNotOperands of a product with an all-to-all.
+template <typename Params>
+std::string WhyNotShards(const OpFormats& op, FormatSet machine, const Params& p) {
+  const bool strided = p.rows.outer > 1 && (p.split_rows || p.concat_rows);
+  if (strided && p.rows.inner % kGemmTileM != 0) return kStraddlingTiles;
+  return WhyNotOperands(op, machine, p.dtype, p.out_dtype, p.k, p.n, p.transpose_rhs);
+}
+
 // CTAs that run at once. Not all SMs are in groups of four: 120 of 132.
 inline int AtOnce(const GemmChoice& c, int sm_count) {
   return c.splits == 4 ? sm_count / 11 * 10 : sm_count;

@@ -186,6 +186,22 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
   }
 }
 
+// NameKernel<Config>, which runs NameSm90<Config> with NameArgs, and NameKernels, which an op's
+// Instances derive from (runtime/gemm_instances_cuda.h).
+#define JFLUX_GEMM_KERNEL(Name)                                    \
+  template <typename Config>                                       \
+  __global__ void __launch_bounds__(Config::kThreads, 1)           \
+      Name##Kernel(const __grid_constant__ Name##Args args) {      \
+    RunGemm<Name##Sm90<Config>>(args);                             \
+  }                                                                \
+  struct Name##Kernels {                                           \
+    template <typename Config>                                     \
+    static const void* Kernel() {                                  \
+      return reinterpret_cast<const void*>(&Name##Kernel<Config>); \
+    }                                                              \
+  };                                                               \
+  static_assert(true)
+
 }  // namespace jflux
 
 #endif  // JFLUX_GPU_GEMM_SM90_CUH_

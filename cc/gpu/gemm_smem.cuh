@@ -9,6 +9,7 @@
 #include "core/platform.h"
 #include "core/tile_order.h"
 #include "gpu/gemm_config.h"
+#include "gpu/machine.h"
 #include "gpu/ptx.cuh"
 #include "gpu/ring.cuh"
 #include "gpu/senders.h"
@@ -79,7 +80,7 @@ struct GemmConfig {
   static constexpr int kSendBoxes = 4;
   static constexpr int kBarrierBytes = 1024;
   static constexpr int kStagingBytesPerConsumer = kLendsStage ? kStripBytes : kStagingBytes;
-  static constexpr int kStages = (232448 - kBarrierBytes - kSendBoxes * kSendBoxBytes -
+  static constexpr int kStages = (kHopper.smem_bytes - kBarrierBytes - kSendBoxes * kSendBoxBytes -
                                   kConsumers * (kStagingBytesPerConsumer + kRemoteSliceBytes)) /
                                  (kABytes + kBBytes);
   // The send semaphore's freedom from deadlock (gpu/send_semaphore.cuh). Consumers that share tiles
@@ -96,7 +97,7 @@ struct GemmConfig {
   static constexpr int kSendOffset = kRemoteSliceOffset + kConsumers * kRemoteSliceBytes;
   static constexpr int kBarrierOffset = kSendOffset + kSendBoxes * kSendBoxBytes;
   static constexpr int kSmemBytes = kBarrierOffset + kBarrierBytes;
-  static_assert(kSmemBytes <= 232448);
+  static_assert(kSmemBytes <= kHopper.smem_bytes);
 };
 
 // Addresses in shared memory.

@@ -40,10 +40,12 @@ inline constexpr int32_t kPortableArch = 80, kHopperArch = 90;
 // The GPUs that kernels are for, by the architecture of the code that they run.
 struct Gpus {
   int32_t from, to;
+  int32_t smem_bytes;  // shared memory that a CTA may have on all of them
 
   bool Has(int32_t arch) const { return from <= arch && arch <= to; }
 };
-inline constexpr Gpus kHopper{kHopperArch, kHopperArch}, kPortable{kPortableArch, INT32_MAX};
+inline constexpr Gpus kHopper{kHopperArch, kHopperArch, 227 << 10};
+inline constexpr Gpus kPortable{kPortableArch, INT32_MAX, 99 << 10};
 
 struct Machine {
   int32_t sm_count;      // 0: the CPU back end

@@ -8,6 +8,7 @@
 #include "core/signal.h"
 #include "gpu/call.cuh"
 #include "gpu/device_state.h"
+#include "jflux/call.h"
 #include "runtime/cuda_device.h"
 
 namespace jflux {
@@ -27,6 +28,36 @@ PacketArgs PacketArgsFor(const Params& p, OpId op, int64_t site, int64_t ctas,
   // (gpu/call.cuh).
   const uint32_t signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(ctas).Get();
   return PacketArgs{device.state, view, p.Workspace(), signature, static_cast<uint32_t>(op)};
+}
+
+// The arguments of a kernel that sends its data in packets, or in chunks.
+template <typename Params, typename Arrays>
+struct PacketKernelArgs {
+  PacketArgs packets;
+  Params params;
+  Arrays arrays;
+};
+template <typename Params, typename Arrays>
+struct ChunkKernelArgs {
+  shmem::CallArgs call;
+  Params params;
+  Arrays arrays;
+};
+
+template <typename Params, typename Arrays>
+ChunkKernelArgs<Params, Arrays> ChunkArgsFor(const Params& p, const Arrays& arrays, OpId op,
+                                             int64_t site, int64_t ctas,
+                                             const WorkspaceLayout& layout,
+                                             const CudaDevice& device, const SymmetricView& view) {
+  ChunkKernelArgs<Params, Arrays> args{};
+  args.call.state = device.state;
+  args.call.view = view;
+  args.call.layout = layout;
+  args.call.signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(ctas).Get();
+  args.call.op = static_cast<uint32_t>(op);
+  args.params = p;
+  args.arrays = arrays;
+  return args;
 }
 
 // CTAs of an SM that run at the same time: the kernels' launch bounds see to their registers.

@@ -7,8 +7,7 @@
 //
 //     void Read(AttributeReader& read) {
 //       call.Read(read);
-//       read("chunked", &chunked);
-//       read("rows", &rows);
+//       read("chunked", &chunked)("rows", &rows);
 //     }
 //   };
 //
@@ -54,7 +53,7 @@ class AttributeReader {
   explicit AttributeReader(const ffi::Dictionary& attributes) : attributes_(attributes) {}
 
   template <typename T>
-  void operator()(std::string_view name, T* value) {
+  AttributeReader& operator()(std::string_view name, T* value) {
     if (count_ < names_.size()) names_[count_] = name;
     ++count_;
     if (const auto found = attributes_.get<T>(name); found.has_value()) {
@@ -64,6 +63,7 @@ class AttributeReader {
     } else {
       Refuse("is missing", name);
     }
+    return *this;
   }
 
   // Makes Check() fail. The first reason is the one that it tells.
@@ -116,11 +116,8 @@ struct CallAttributes {
   int64_t sm_count = 0;  // multiprocessors that the plan was made for; 0: the CPU back end
 
   void Read(AttributeReader& read) {
-    read("groups", &groups);
-    read("site", &site);
-    read("sm_count", &sm_count);
-    read("workspace_bytes", &workspace_bytes);
-    read("world", &world);
+    read("groups", &groups)("site", &site)("sm_count", &sm_count)(
+        "workspace_bytes", &workspace_bytes)("world", &world);
     if (world < 1 || world > kMaxRanks || groups.size() % world != 0) {
       read.Refuse("attribute `groups` is no table of up to " + std::to_string(kMaxRanks) +
                   " ranks");
@@ -143,11 +140,18 @@ struct ProductAttributes {
 
   void Read(AttributeReader& read) {
     call.Read(read);
-    read("choice", &choice);
-    read("inner", &inner);
-    read("outer", &outer);
-    read("senders", &senders);
-    read("transpose_rhs", &transpose_rhs);
+    read("choice", &choice)("inner", &inner)("outer", &outer)("senders", &senders)("transpose_rhs",
+                                                                                   &transpose_rhs);
+  }
+};
+
+// Of a product with an all-to-all: whether rows, not columns, are split and concatenated.
+struct ShardAttributes : ProductAttributes {
+  bool concat_rows = false, split_rows = false;
+
+  void Read(AttributeReader& read) {
+    ProductAttributes::Read(read);
+    read("concat_rows", &concat_rows)("split_rows", &split_rows);
   }
 };
 

@@ -86,7 +86,8 @@ const char* jflux_plan(const char* op, const JfluxField* call, int call_count, i
   for (int i = 0; i < call_count; ++i) fields[call[i].name] = call[i].value;
   std::string why_not;
   kept.clear();
-  if (!found->plan(fields, jflux::Machine{sm_count, link_gbps, arch}, &kept, &why_not)) {
+  jflux::CallReader reader(fields);
+  if (!found->plan(reader, jflux::Machine{sm_count, link_gbps, arch}, &kept, &why_not)) {
     return Reason(std::string("jflux.") + op + ": " + why_not);
   }
   *count = 0;

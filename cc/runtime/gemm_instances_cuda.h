@@ -148,8 +148,8 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
   extern template struct GemmFamily<Instances, DType::kBF16, false>; \
   extern template struct GemmFamily<Instances, DType::kBF16, true>
 
-// The tensor map of w as LoadB (gpu/gemm_operands_sm90.cuh) reads it. `halves`: w is half of a tile's
-// columns.
+// The tensor map of w as LoadB (gpu/gemm_operands_sm90.cuh) reads it. `halves`: w is half of a
+// tile's columns.
 inline bool EncodeRhsMap(CUtensorMap* map, DType dtype, const void* w, int64_t k, int64_t n,
                          bool transpose_rhs, bool halves, const GemmChoice& choice,
                          std::string* error) {

@@ -38,55 +38,6 @@ struct Constant {
   int64_t value;
 };
 
-struct Op {
-  OpId id;           // unique among all ops
-  const char* name;  // the FFI target is "jflux_" + name
-  // Null if CPUs run plain lax. Of a local op it may also only check operands.
-  XLA_FFI_Handler* cpu;
-  XLA_FFI_Handler* cuda;  // reads the same attributes (runtime/attributes.h)
-  // Of the CPU's body, and of the GPU's kernels.
-  OpFormats cpu_formats, cuda_formats;
-  // The plan of the kernels for this call on this machine; false and *why_not if they do not take
-  // it. A pure function, so every rank gets the same plan. Null: a local op, without peers and
-  // without a workspace. It computes on one device, so its calls need neither the heap, nor a plan
-  // that ranks agree on, nor an axis.
-  bool (*plan)(const Fields& call, const Machine& machine, Fields* plan,
-               std::string* why_not) = nullptr;
-  int32_t most_splits = 1;  // CTAs that may share the k of a tile; 1: the op is not tuned so
-  const Constant* constants = nullptr;  // the op's own; ends with a null name
-  // Arguments whose elements are checked when the call runs, as Fault::argument counts them; ends
-  // with null.
-  const char* const* arguments = nullptr;
-  // The message of a value out of range by which another function reports a fault of its own, as
-  // moe_dispatch does by ragged_all_to_all; "" for any other value.
-  std::string (*meaning)(const Fault& fault) = nullptr;
-
-  bool IsLocal() const { return plan == nullptr; }
-};
-
-// A folder of cc/ops: ops that share kernels.
-struct OpFolder {
-  Gpus gpus;  // that the kernels are compiled for
-  // Loads the kernels on the current device. A new heap calls it, before any kernel that waits for
-  // peers runs; without a heap, launchers of local ops load them.
-  bool (*load_kernels)(std::string* error);
-  std::vector<const Op*> ops;
-};
-
-// What a build without CUDA does not have.
-#ifdef JFLUX_WITH_CUDA
-#define JFLUX_IF_CUDA(x) x
-#else
-#define JFLUX_IF_CUDA(x) nullptr
-#endif
-
-// Defined in cc/ops/registry.cc.
-const std::vector<OpFolder>& AllFolders();
-const std::vector<const Op*>& AllOps();
-
-// Null if there is none.
-const Op* FindOp(const std::string& name);
-
 // Reads the fields of a call. A field that is missing, out of range or unknown makes Check() false.
 class CallReader {
  public:
@@ -131,6 +82,55 @@ class CallReader {
   Fields read_;
   std::string failed_;
 };
+
+struct Op {
+  OpId id;           // unique among all ops
+  const char* name;  // the FFI target is "jflux_" + name
+  // Null if CPUs run plain lax. Of a local op it may also only check operands.
+  XLA_FFI_Handler* cpu;
+  XLA_FFI_Handler* cuda;  // reads the same attributes (runtime/attributes.h)
+  // Of the CPU's body, and of the GPU's kernels.
+  OpFormats cpu_formats, cuda_formats;
+  // The plan of the kernels for this call on this machine; false and *why_not if they do not take
+  // it. A pure function, so every rank gets the same plan. Null: a local op, without peers and
+  // without a workspace. It computes on one device, so its calls need neither the heap, nor a plan
+  // that ranks agree on, nor an axis.
+  bool (*plan)(CallReader& call, const Machine& machine, Fields* plan,
+               std::string* why_not) = nullptr;
+  int32_t most_splits = 1;  // CTAs that may share the k of a tile; 1: the op is not tuned so
+  const Constant* constants = nullptr;  // the op's own; ends with a null name
+  // Arguments whose elements are checked when the call runs, as Fault::argument counts them; ends
+  // with null.
+  const char* const* arguments = nullptr;
+  // The message of a value out of range by which another function reports a fault of its own, as
+  // moe_dispatch does by ragged_all_to_all; "" for any other value.
+  std::string (*meaning)(const Fault& fault) = nullptr;
+
+  bool IsLocal() const { return plan == nullptr; }
+};
+
+// A folder of cc/ops: ops that share kernels.
+struct OpFolder {
+  Gpus gpus;  // that the kernels are compiled for
+  // Loads the kernels on the current device. A new heap calls it, before any kernel that waits for
+  // peers runs; without a heap, launchers of local ops load them.
+  bool (*load_kernels)(std::string* error);
+  std::vector<const Op*> ops;
+};
+
+// What a build without CUDA does not have.
+#ifdef JFLUX_WITH_CUDA
+#define JFLUX_IF_CUDA(x) x
+#else
+#define JFLUX_IF_CUDA(x) nullptr
+#endif
+
+// Defined in cc/ops/registry.cc.
+const std::vector<OpFolder>& AllFolders();
+const std::vector<const Op*>& AllOps();
+
+// Null if there is none.
+const Op* FindOp(const std::string& name);
 
 }  // namespace jflux
 

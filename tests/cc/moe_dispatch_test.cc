@@ -117,8 +117,7 @@ TEST(FewerPartsTakeLessOfTheHeap) {
         std::array<int64_t, 3>{1, 1, least}}) {
     Fields fields = call, plan;
     fields["most_parts"] = most;
-    std::string why_not;
-    EXPECT(op.plan(fields, Machine{132}, &plan, &why_not)) << why_not;
+    plan = PlanOf(op, fields, Machine{132});
     EXPECT_EQ(plan["parts"], parts);
     EXPECT_EQ(plan["workspace_bytes"], bytes);
   }

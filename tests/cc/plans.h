@@ -46,13 +46,15 @@ inline std::string InWords(const Fields& fields) {
 inline std::string WhyNot(const Op& op, const Fields& call, const Machine& machine) {
   Fields plan;
   std::string why_not;
-  return op.plan(call, machine, &plan, &why_not) ? "" : why_not;
+  CallReader reader(call);
+  return op.plan(reader, machine, &plan, &why_not) ? "" : why_not;
 }
 
 inline Fields PlanOf(const Op& op, const Fields& call, const Machine& machine) {
   Fields plan;
   std::string why_not;
-  EXPECT(op.plan(call, machine, &plan, &why_not)) << why_not << ": " << InWords(call);
+  CallReader reader(call);
+  EXPECT(op.plan(reader, machine, &plan, &why_not)) << why_not << ": " << InWords(call);
   return plan;
 }
 

@@ -8,6 +8,7 @@
 #include "core/tile_order.h"
 #include "ops/all_gather_attention/all_gather_attention.h"
 #include "runtime/cpu_matmul.h"
+#include "runtime/rank_call.h"
 
 namespace jflux {
 namespace {
@@ -15,14 +16,7 @@ namespace {
 constexpr int64_t kBlockKeys = 128;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
-// This rank's part of the protocol.
-struct RankCall {
-  const FlashAttentionArrays& arrays;
-  const SymmetricView& view;
-  const WaitContext& ctx;
-  KeyLayout layout;
-  int64_t signals, data;  // offsets of this call's half
-  Signal signal;
+struct Body : RankCall<AllGatherAttentionParams, FlashAttentionArrays, KeyLayout> {
   std::vector<int32_t> arrived;  // of each rank: chunks that are known to have arrived
 
   const void* Tensor(int tensor) const { return tensor == 0 ? arrays.k : arrays.v; }
@@ -161,15 +155,7 @@ bool AllGatherAttentionCpu(const AllGatherAttentionParams& p, int32_t log_chunk,
                            const FlashAttentionArrays& arrays, const SymmetricView& view,
                            uint64_t epoch, const WaitContext& ctx) {
   const KeyLayout layout = KeyLayout::Make(p, log_chunk);
-  const WorkspaceLayout workspace = layout.Workspace();
-  RankCall call{arrays,
-                view,
-                ctx,
-                layout,
-                workspace.SignalOffset(epoch),
-                workspace.DataOffset(epoch),
-                MakeSignal(epoch, p.Signature()),
-                std::vector<int32_t>(view.world)};
+  Body call{{p, arrays, layout, view, epoch, ctx}, std::vector<int32_t>(view.world)};
   call.Send();
   RunningAttention attention(p, arrays);
   // All blocks of all ranks: so it has waited for all that peers send (core/signal.h).

@@ -4,21 +4,15 @@
 
 #include "ops/all_gather_attention/all_gather_attention.h"
 #include "ops/flash_attention/flash_attention_operands.h"
-#include "runtime/ffi.h"
-#include "runtime/op.h"
-
-#ifdef JFLUX_WITH_CUDA
-#include "runtime/cuda_call.h"
-#endif
+#include "runtime/handlers.h"
 
 namespace jflux {
 namespace {
 
 // Fields of a call: world, batch, queries, keys, heads, groups, width, dtype. Of the plan:
 // workspace_bytes; on GPUs senders too.
-bool PlanAllGatherAttention(const Fields& fields, const Machine& machine, Fields* plan,
+bool PlanAllGatherAttention(CallReader& call, const Machine& machine, Fields* plan,
                             std::string* why_not) {
-  CallReader call(fields);
   AllGatherAttentionParams p{};
   FlashAttentionParams& a = p.attention;
   p.world = static_cast<int32_t>(call.Get("world", 2, kMaxRanks));
@@ -61,80 +55,65 @@ struct Attributes {
 };
 
 struct Call {
-  AllGatherAttentionParams params{};
+  static constexpr OpId kId = kAllGatherAttentionId;
+  AllGatherAttentionParams p{};
   FlashAttentionArrays arrays{};
+
+  // q, k, v, positions of queries, of keys, kinds of blocks, their order[, segments of queries, of
+  // keys] -> out, lse.
+  bool ReadOperands(const Attributes& a, ffi::RemainingArgs operands, ffi::RemainingRets results) {
+    if (a.call.world < 2 || a.call.world > kMaxRanks) return false;
+    AttentionReader reader(operands, results, a.call.world);
+    if (!reader.ReadHeads(a.attention) || !reader.ReadPositions() ||
+        !reader.ReadBlocks(AttentionPass::kForward) || !reader.ReadSegments() ||
+        !reader.ReadOutputs()) {
+      return false;
+    }
+    p = {static_cast<int32_t>(a.call.world), reader.params};
+    arrays = reader.arrays;
+    return true;
+  }
 };
 
-// q, k, v, positions of queries, of keys, kinds of blocks, their order[, segments of queries, of
-// keys] -> out, lse. Empty if they do not fit together.
-std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
-                           ffi::RemainingRets results) {
-  if (a.call.world < 2 || a.call.world > kMaxRanks) return std::nullopt;
-  AttentionReader reader(operands, results, a.call.world);
-  if (!reader.ReadHeads(a.attention) || !reader.ReadPositions() ||
-      !reader.ReadBlocks(AttentionPass::kForward) || !reader.ReadSegments() ||
-      !reader.ReadOutputs()) {
-    return std::nullopt;
+struct CallOnCpu : Call {
+  std::string Read(const Attributes& a, ffi::RemainingArgs operands, ffi::RemainingRets results) {
+    return ReadOperands(a, operands, results) && a.senders == 0 ? "" : kDoNotFit;
   }
-  return Call{{static_cast<int32_t>(a.call.world), reader.params}, reader.arrays};
-}
-
-ffi::Error NoFit() { return InvalidArgument("all_gather_attention: operands do not fit"); }
-
-ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Dictionary attributes,
-                ffi::RemainingArgs operands, ffi::RemainingRets results) {
-  Attributes a;
-  if (auto refused = ReadAttributes(kAllGatherAttentionId, attributes, &a)) {
-    return FailedFuture(*refused);
+  int64_t WorkspaceBytes() const {
+    return KeyLayout::Make(p, kCpuLogKeyChunk).Workspace().TotalBytes();
   }
-  const auto call = CallOf(a, operands, results);
-  if (!call || a.senders != 0) return FailedFuture(NoFit());
-  const int64_t bytes = KeyLayout::Make(call->params, kCpuLogKeyChunk).Workspace().TotalBytes();
-  return JoinFfiCall(
-      kAllGatherAttentionId, site, run_id, device, a.call, bytes,
-      [call = *call](const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
-        return AllGatherAttentionCpu(call.params, kCpuLogKeyChunk, call.arrays, view, epoch, ctx);
-      });
-}
-
-constexpr auto Bindings = [](auto binding) {
-  return std::move(binding).RemainingArgs().RemainingRets();
+  bool Run(const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) const {
+    return AllGatherAttentionCpu(p, kCpuLogKeyChunk, arrays, view, epoch, ctx);
+  }
 };
 
-XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(BindCpu()));
+struct CallOnCuda : Call {
+  int32_t senders = 0;
 
-#ifdef JFLUX_WITH_CUDA
-ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes,
-                ffi::RemainingArgs operands, ffi::RemainingRets results) {
-  Attributes a;
-  if (auto refused = ReadAttributes(kAllGatherAttentionId, attributes, &a)) return *refused;
-  const auto call = CallOf(a, operands, results);
-  if (!call) return NoFit();
-  const AllGatherAttentionParams& p = call->params;
-  const std::string why = WhyNoKernel(p);
-  if (!why.empty()) return InvalidArgument("all_gather_attention: " + why);
-  // With no sender all CTAs would wait for keys for ever.
-  if (a.senders < 1 || a.senders > kMostSms) {
-    return InvalidArgument("all_gather_attention: no kernel for this plan");
+  std::string Read(const Attributes& a, ffi::RemainingArgs operands, ffi::RemainingRets results) {
+    if (!ReadOperands(a, operands, results)) return kDoNotFit;
+    // With no sender all CTAs would wait for keys for ever.
+    if (a.senders < 1 || a.senders > kMostSms) return kNoKernel;
+    senders = static_cast<int32_t>(a.senders);
+    return WhyNoKernel(p);
   }
-  return LaunchCudaCall(
-      kAllGatherAttentionId, ordinal, a.call, CudaLayoutOf(p).Workspace().TotalBytes(),
-      [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        return LaunchAllGatherAttention(p, call->arrays, static_cast<int32_t>(a.senders),
-                                        a.call.site, device, view, stream, error);
-      });
-}
-
-XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBufferCompatible});
-#endif
+  int64_t WorkspaceBytes() const { return CudaLayoutOf(p).Workspace().TotalBytes(); }
+  bool Launch(int64_t site, const CudaDevice& device, const SymmetricView& view,
+              cudaStream_t stream, std::string* error) const {
+    return LaunchAllGatherAttention(p, arrays, senders, site, device, view, stream, error);
+  }
+};
 
 }  // namespace
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllGatherAttentionOp;
-const Op kAllGatherAttentionOp = {
-    kAllGatherAttentionId, "all_gather_attention",        kCpu,
-    JFLUX_IF_CUDA(kCuda),  kAllGatherAttentionCpuFormats, kFlashAttentionFormats,
-    PlanAllGatherAttention};
+const Op kAllGatherAttentionOp = {kAllGatherAttentionId,
+                                  "all_gather_attention",
+                                  OnCpu<CallOnCpu>,
+                                  JFLUX_IF_CUDA(OnCuda<CallOnCuda>),
+                                  kAllGatherAttentionCpuFormats,
+                                  kFlashAttentionFormats,
+                                  PlanAllGatherAttention};
 
 }  // namespace jflux

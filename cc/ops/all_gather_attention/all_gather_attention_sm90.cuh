@@ -51,7 +51,7 @@ struct GatherShape : Base {
   static constexpr int kBoxesFullOffset = Base::kSmemBytes;
   static constexpr int kBoxesOffset = RoundUp(kBoxesFullOffset + 8 * kKeyBoxes, 128);
   static constexpr int kSmemBytes = kBoxesOffset + kKeyBoxes * kKeyBoxBytes;
-  static_assert(kSmemBytes <= 232448);
+  static_assert(kSmemBytes <= kHopper.smem_bytes);
 };
 
 template <typename Shape>

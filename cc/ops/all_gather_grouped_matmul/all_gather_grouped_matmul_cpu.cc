@@ -7,21 +7,14 @@
 #include "core/tile_order.h"
 #include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul.h"
 #include "ops/grouped_matmul/group_rows_cpu.h"
+#include "runtime/rank_call.h"
 
 namespace jflux {
 namespace {
 
 constexpr int32_t kTileRows = 128;
 
-// This rank's part of a call.
-struct RankCall {
-  const AllGatherGroupedMatmulParams& p;
-  const AllGatherGroupedMatmulArrays& arrays;
-  const SymmetricView& view;
-  const WaitContext& ctx;
-  TokenLayout layout;
-  int64_t signals, data;  // offsets of this call's half
-  Signal signal;
+struct Body : RankCall<AllGatherGroupedMatmulParams, AllGatherGroupedMatmulArrays, TokenLayout> {
   std::vector<int32_t> arrived;  // of each rank: chunks that are known to have arrived
 
   Signal* SignalOf(int rank, int src, int64_t chunk) const {
@@ -91,16 +84,7 @@ bool AllGatherGroupedMatmulCpu(const AllGatherGroupedMatmulParams& p, int64_t ch
                                const AllGatherGroupedMatmulArrays& arrays,
                                const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
   const TokenLayout layout = TokenLayout::Make(p, chunk_bytes);
-  const WorkspaceLayout workspace = layout.Workspace();
-  RankCall call{p,
-                arrays,
-                view,
-                ctx,
-                layout,
-                workspace.SignalOffset(epoch),
-                workspace.DataOffset(epoch),
-                MakeSignal(epoch, p.Signature()),
-                std::vector<int32_t>(view.world)};
+  Body call{{p, arrays, layout, view, epoch, ctx}, std::vector<int32_t>(view.world)};
   call.Send();
   if (!OffsetsAreRight(p.product, arrays.offsets, ctx)) return false;
 

@@ -4,22 +4,16 @@
 #include <string>
 
 #include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul.h"
-#include "runtime/ffi.h"
-#include "runtime/op.h"
+#include "runtime/handlers.h"
 #include "runtime/product_plan.h"
-
-#ifdef JFLUX_WITH_CUDA
-#include "runtime/cuda_call.h"
-#endif
 
 namespace jflux {
 namespace {
 
 // A call has the fields of SegmentedCall, and gated. The plan has the fields of a product, and
 // parts; on the CPU only parts and workspace_bytes.
-bool PlanAllGatherGroupedMatmul(const Fields& fields, const Machine& machine, Fields* plan,
+bool PlanAllGatherGroupedMatmul(CallReader& call, const Machine& machine, Fields* plan,
                                 std::string* why_not) {
-  CallReader call(fields);
   const SegmentedCall c = SegmentedCall::Read(call);
   AllGatherGroupedMatmulParams p{c.world, c.tokens, c.choices, /*parts=*/0, c.product};
   GroupedMatmulParams& product = p.product;
@@ -59,146 +53,121 @@ struct Attributes {
 
   void Read(AttributeReader& read) {
     call.Read(read);
-    read("activation", &activation);
-    read("choice", &choice);
-    read("gated", &gated);
-    read("parts", &parts);
-    read("senders", &senders);
-    read("sums", &sums);
-    read("transpose_rhs", &transpose_rhs);
+    read("activation", &activation)("choice", &choice)("gated", &gated)("parts", &parts)(
+        "senders", &senders)("sums", &sums)("transpose_rhs", &transpose_rhs);
   }
 };
 
 struct Call {
-  AllGatherGroupedMatmulParams params{};
+  static constexpr OpId kId = kAllGatherGroupedMatmulId;
+  AllGatherGroupedMatmulParams p{};
   AllGatherGroupedMatmulArrays arrays{};
+
+  bool ReadOperands(const Attributes& a, ffi::RemainingArgs operands, ffi::RemainingRets results) {
+    const size_t weights = a.gated ? 2 : 1;
+    if (operands.size() != 4 + weights || results.size() != 1 + (a.sums ? weights : 0) ||
+        !IsActivation(a.activation) || (a.gated && a.activation == 0)) {
+      return false;
+    }
+    const auto x = *operands.get<ffi::AnyBuffer>(0), w = *operands.get<ffi::AnyBuffer>(1);
+    const auto offsets = *operands.get<ffi::AnyBuffer>(1 + weights);
+    const auto destination = *operands.get<ffi::AnyBuffer>(2 + weights);
+    const auto source = *operands.get<ffi::AnyBuffer>(3 + weights);
+    auto y = *results.get<ffi::AnyBuffer>(0);
+    const auto dtype = DTypeOf(x.element_type()), out_dtype = DTypeOf(y->element_type());
+    if (!dtype || !out_dtype || x.dimensions().size() != 2 || w.dimensions().size() != 3 ||
+        y->dimensions().size() != 2 || destination.dimensions().size() != 2) {
+      return false;
+    }
+    p.world = static_cast<int32_t>(a.call.world);
+    p.tokens = x.dimensions()[0];
+    p.choices = static_cast<int32_t>(destination.dimensions()[1]);
+    if (a.parts < 0 || a.parts > kMostParts) return false;
+    p.parts = static_cast<int32_t>(a.parts);
+    GroupedMatmulParams& product = p.product;
+    product.m = y->dimensions()[0];
+    product.k = x.dimensions()[1];
+    product.n = y->dimensions()[1];
+    product.groups = w.dimensions()[0];
+    product.dtype = *dtype;
+    product.out_dtype = *out_dtype;
+    product.transpose_rhs = a.transpose_rhs;
+    product.activation = static_cast<Activation>(a.activation);
+    product.gated = a.gated;
+    product.sums = a.sums;
+    if (p.tokens == 0 || product.m == 0 || product.k == 0 || product.n == 0 ||
+        product.groups == 0 || product.m > INT32_MAX || product.groups > INT32_MAX - 1 ||
+        !Is(destination, ffi::S32, {p.world * p.tokens, p.choices}) ||
+        product.m != p.world * p.tokens * p.choices || !Is(source, ffi::S32, {product.m}) ||
+        !Is(offsets, ffi::S32, {product.groups + 1})) {
+      return false;
+    }
+    arrays.x = x.untyped_data();
+    arrays.offsets = static_cast<const int32_t*>(offsets.untyped_data());
+    arrays.source = static_cast<const int32_t*>(source.untyped_data());
+    arrays.y = y->untyped_data();
+    for (size_t i = 0; i < weights; ++i) {
+      const auto one = *operands.get<ffi::AnyBuffer>(1 + i);
+      const int64_t rows = a.transpose_rhs ? product.n : product.k;
+      const int64_t columns = a.transpose_rhs ? product.k : product.n;
+      if (!Is(one, x.element_type(), {product.groups, rows, columns})) return false;
+      arrays.w[i] = one.untyped_data();
+      if (!a.sums) continue;
+      auto sums = *results.get<ffi::AnyBuffer>(1 + i);
+      if (!Is(*sums, y->element_type(), {product.m, product.n})) return false;
+      arrays.sums[i] = sums->untyped_data();
+    }
+    return true;
+  }
 };
 
-// Empty if attributes, operands and results do not fit together.
-std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
-                           ffi::RemainingRets results) {
-  const size_t weights = a.gated ? 2 : 1;
-  if (operands.size() != 4 + weights || results.size() != 1 + (a.sums ? weights : 0) ||
-      !IsActivation(a.activation) || (a.gated && a.activation == 0)) {
-    return std::nullopt;
+struct CallOnCpu : Call {
+  std::string Read(const Attributes& a, ffi::RemainingArgs operands, ffi::RemainingRets results) {
+    return ReadOperands(a, operands, results) && IsCpuPlan(a.choice, a.senders) ? "" : kDoNotFit;
   }
-  const auto x = *operands.get<ffi::AnyBuffer>(0), w = *operands.get<ffi::AnyBuffer>(1);
-  const auto offsets = *operands.get<ffi::AnyBuffer>(1 + weights);
-  const auto destination = *operands.get<ffi::AnyBuffer>(2 + weights);
-  const auto source = *operands.get<ffi::AnyBuffer>(3 + weights);
-  auto y = *results.get<ffi::AnyBuffer>(0);
-  const auto dtype = DTypeOf(x.element_type()), out_dtype = DTypeOf(y->element_type());
-  if (!dtype || !out_dtype || x.dimensions().size() != 2 || w.dimensions().size() != 3 ||
-      y->dimensions().size() != 2 || destination.dimensions().size() != 2) {
-    return std::nullopt;
+  int64_t WorkspaceBytes() const {
+    return TokenLayout::Make(p, kCpuTokenChunkBytes).Workspace().TotalBytes();
   }
-  Call call;
-  AllGatherGroupedMatmulParams& p = call.params;
-  p.world = static_cast<int32_t>(a.call.world);
-  p.tokens = x.dimensions()[0];
-  p.choices = static_cast<int32_t>(destination.dimensions()[1]);
-  if (a.parts < 0 || a.parts > kMostParts) return std::nullopt;
-  p.parts = static_cast<int32_t>(a.parts);
-  GroupedMatmulParams& product = p.product;
-  product.m = y->dimensions()[0];
-  product.k = x.dimensions()[1];
-  product.n = y->dimensions()[1];
-  product.groups = w.dimensions()[0];
-  product.dtype = *dtype;
-  product.out_dtype = *out_dtype;
-  product.transpose_rhs = a.transpose_rhs;
-  product.activation = static_cast<Activation>(a.activation);
-  product.gated = a.gated;
-  product.sums = a.sums;
-  if (p.tokens == 0 || product.m == 0 || product.k == 0 || product.n == 0 || product.groups == 0 ||
-      product.m > INT32_MAX || product.groups > INT32_MAX - 1 ||
-      !Is(destination, ffi::S32, {p.world * p.tokens, p.choices}) ||
-      product.m != p.world * p.tokens * p.choices || !Is(source, ffi::S32, {product.m}) ||
-      !Is(offsets, ffi::S32, {product.groups + 1})) {
-    return std::nullopt;
+  bool Run(const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) const {
+    return AllGatherGroupedMatmulCpu(p, kCpuTokenChunkBytes, arrays, view, epoch, ctx);
   }
-  AllGatherGroupedMatmulArrays& arrays = call.arrays;
-  arrays.x = x.untyped_data();
-  arrays.offsets = static_cast<const int32_t*>(offsets.untyped_data());
-  arrays.source = static_cast<const int32_t*>(source.untyped_data());
-  arrays.y = y->untyped_data();
-  for (size_t i = 0; i < weights; ++i) {
-    const auto one = *operands.get<ffi::AnyBuffer>(1 + i);
-    const int64_t rows = a.transpose_rhs ? product.n : product.k;
-    const int64_t columns = a.transpose_rhs ? product.k : product.n;
-    if (!Is(one, x.element_type(), {product.groups, rows, columns})) return std::nullopt;
-    arrays.w[i] = one.untyped_data();
-    if (!a.sums) continue;
-    auto sums = *results.get<ffi::AnyBuffer>(1 + i);
-    if (!Is(*sums, y->element_type(), {product.m, product.n})) return std::nullopt;
-    arrays.sums[i] = sums->untyped_data();
-  }
-  return call;
-}
-
-ffi::Error NoFit() { return InvalidArgument("all_gather_grouped_matmul: operands do not fit"); }
-
-ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Dictionary attributes,
-                ffi::RemainingArgs operands, ffi::RemainingRets results) {
-  Attributes a;
-  if (auto refused = ReadAttributes(kAllGatherGroupedMatmulId, attributes, &a)) {
-    return FailedFuture(*refused);
-  }
-  const auto call = CallOf(a, operands, results);
-  const auto choice = GroupedChoiceOf(a.choice);
-  if (!call || !choice || !(*choice == GemmChoice{0, 0, 0, 0}) || a.senders != 0) {
-    return FailedFuture(NoFit());
-  }
-  const int64_t bytes =
-      TokenLayout::Make(call->params, kCpuTokenChunkBytes).Workspace().TotalBytes();
-  return JoinFfiCall(
-      kAllGatherGroupedMatmulId, site, run_id, device, a.call, bytes,
-      [call = *call](const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
-        return AllGatherGroupedMatmulCpu(call.params, kCpuTokenChunkBytes, call.arrays, view, epoch,
-                                         ctx);
-      });
-}
-
-constexpr auto Bindings = [](auto binding) {
-  return std::move(binding).RemainingArgs().RemainingRets();
 };
 
-XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(BindCpu()));
+struct CallOnCuda : Call {
+  std::optional<GemmChoice> choice;
+  int32_t senders = 0;
 
-#ifdef JFLUX_WITH_CUDA
-ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes,
-                ffi::RemainingArgs operands, ffi::RemainingRets results) {
-  Attributes a;
-  if (auto refused = ReadAttributes(kAllGatherGroupedMatmulId, attributes, &a)) return *refused;
-  const auto call = CallOf(a, operands, results);
-  if (!call) return NoFit();
-  const AllGatherGroupedMatmulParams& p = call->params;
-  const auto choice = GroupedChoiceOf(a.choice);
-  const std::string why = WhyNoKernel(p);
-  if (!why.empty()) return InvalidArgument("all_gather_grouped_matmul: " + why);
-  // With no sender all CTAs would wait for tokens for ever.
-  if (!choice || !IsGroupedChoice(*choice, p.product.gated) || a.senders < 1 ||
-      a.senders > kMostSms || !ArePossibleParts(p.parts, p.world, p.product.groups)) {
-    return InvalidArgument("all_gather_grouped_matmul: no kernel for this plan");
+  std::string Read(const Attributes& a, ffi::RemainingArgs operands, ffi::RemainingRets results) {
+    if (!ReadOperands(a, operands, results)) return kDoNotFit;
+    const std::string why = WhyNoKernel(p);
+    if (!why.empty()) return why;
+    choice = GroupedChoiceOf(a.choice);
+    // With no sender all CTAs would wait for tokens for ever.
+    if (!choice || !IsGroupedChoice(*choice, p.product.gated) || a.senders < 1 ||
+        a.senders > kMostSms || !ArePossibleParts(p.parts, p.world, p.product.groups)) {
+      return kNoKernel;
+    }
+    senders = static_cast<int32_t>(a.senders);
+    return "";
   }
-  return LaunchCudaCall(
-      kAllGatherGroupedMatmulId, ordinal, a.call, CudaLayoutOf(p).Workspace().TotalBytes(),
-      [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        return LaunchAllGatherGroupedMatmul(p, call->arrays, *choice,
-                                            static_cast<int32_t>(a.senders), a.call.site, device,
-                                            view, stream, error);
-      });
-}
-
-XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBufferCompatible});
-#endif
+  int64_t WorkspaceBytes() const { return CudaLayoutOf(p).Workspace().TotalBytes(); }
+  bool Launch(int64_t site, const CudaDevice& device, const SymmetricView& view,
+              cudaStream_t stream, std::string* error) const {
+    return LaunchAllGatherGroupedMatmul(p, arrays, *choice, senders, site, device, view, stream,
+                                        error);
+  }
+};
 
 }  // namespace
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllGatherGroupedMatmulOp;
-const Op kAllGatherGroupedMatmulOp = {
-    kAllGatherGroupedMatmulId, "all_gather_grouped_matmul", kCpu, JFLUX_IF_CUDA(kCuda), kCpuFormats,
-    kGroupedFormats,           PlanAllGatherGroupedMatmul};
+const Op kAllGatherGroupedMatmulOp = {kAllGatherGroupedMatmulId,
+                                      "all_gather_grouped_matmul",
+                                      OnCpu<CallOnCpu>,
+                                      JFLUX_IF_CUDA(OnCuda<CallOnCuda>),
+                                      kCpuFormats,
+                                      kGroupedFormats,
+                                      PlanAllGatherGroupedMatmul};
 
 }  // namespace jflux

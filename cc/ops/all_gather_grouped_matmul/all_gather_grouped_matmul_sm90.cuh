@@ -69,7 +69,7 @@ template <typename Base>
 struct GatherConfig : Base {
   static constexpr int kRowTables = 2;
   static constexpr int kSmemBytes = Base::kSmemBytes + kRowTables * kRowTableBytes<Base>;
-  static_assert(kSmemBytes <= 232448);
+  static_assert(kSmemBytes <= kHopper.smem_bytes);
   static_assert(kTokenBoxes == Base::kSendBoxes && TokenChunkBytes(kMostSpans) > 0 &&
                 kTokenSendBytes == Base::kSendBoxes * Base::kSendBoxBytes);
 };
@@ -233,11 +233,7 @@ struct AllGatherGroupedMatmulSm90 : GroupedMatmulSm90<Config_> {
   };
 };
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    AllGatherGroupedMatmulKernel(const __grid_constant__ AllGatherGroupedMatmulArgs args) {
-  RunGemm<AllGatherGroupedMatmulSm90<Config>>(args);
-}
+JFLUX_GEMM_KERNEL(AllGatherGroupedMatmul);
 
 }  // namespace jflux
 

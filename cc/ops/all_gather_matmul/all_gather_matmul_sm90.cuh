@@ -279,21 +279,13 @@ struct AllGatherMatmulSm90 {
   };
 };
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    AllGatherMatmulKernel(const __grid_constant__ AllGatherMatmulArgs args) {
-  RunGemm<AllGatherMatmulSm90<Config>>(args);
-}
+JFLUX_GEMM_KERNEL(AllGatherMatmul);
 
-struct AllGatherMatmulInstances {
+struct AllGatherMatmulInstances : AllGatherMatmulKernels {
   static constexpr OpFormats kFormats = kAllGatherMatmulFormats;
   static constexpr int kMostSplits = kGatherSplits;
   // Results go to this GPU's memory, which takes them at once.
   static constexpr bool kMayLendStage = true;
-  template <typename Config>
-  static const void* Kernel() {
-    return reinterpret_cast<const void*>(&AllGatherMatmulKernel<Config>);
-  }
 };
 
 // They take as long to compile as the kernels of three other ops together.

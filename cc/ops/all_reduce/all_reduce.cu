@@ -18,11 +18,8 @@ constexpr int kThreads = 256;
 constexpr int kFewRowsCtas = 8, kManyRowsCtas = 2;
 constexpr int kMostNormBytes = 40 * kMostNormUnits / kManyRowsCtas;  // NormBytes() at the most
 
-struct AllReduceArgs {
-  PacketArgs packets;
-  AllReduceParams params;
-  AllReduceArrays arrays;
-};
+using AllReduceArgs = PacketKernelArgs<AllReduceParams, AllReduceArrays>;
+using ChunkedArgs = ChunkKernelArgs<AllReduceParams, AllReduceArrays>;
 
 template <typename Body>
 __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
@@ -33,12 +30,6 @@ __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
                            static_cast<int64_t>(gridDim.x) * kThreads);
   EndPackets(args.packets, cta, ok);
 }
-
-struct ChunkedArgs {
-  shmem::CallArgs call;
-  AllReduceParams params;
-  AllReduceArrays arrays;
-};
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
@@ -112,14 +103,8 @@ bool LaunchChunked(const AllReduceParams& p, const AllReduceArrays& arrays, int6
                    std::string* error) {
   const ChunkedLayout layout = p.Chunks();
   const int64_t blocks = Min<int64_t>(layout.Chunks(), kPacketCtasPerSm * device.sm_count);
-  ChunkedArgs args{};
-  args.call.state = device.state;
-  args.call.view = view;
-  args.call.layout = layout.Workspace();
-  args.call.signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(blocks).Get();
-  args.call.op = static_cast<uint32_t>(kAllReduceId);
-  args.params = p;
-  args.arrays = arrays;
+  ChunkedArgs args =
+      ChunkArgsFor(p, arrays, kAllReduceId, site, blocks, layout.Workspace(), device, view);
   return LaunchKernel(KernelsOf(p.dtype).chunked, &args, static_cast<int>(blocks), /*cluster=*/1,
                       kThreads, 0, stream, error);
 }

@@ -136,10 +136,7 @@ bool AllToAllMatmulCpu(const AllToAllMatmulParams& params, const AllToAllMatmulT
 // k: the columns of a shard of x.
 inline constexpr OpFormats kAllToAllMatmulFormats{kHalves};
 inline std::string WhyNoKernel(const AllToAllMatmulParams& p, FormatSet machine = kWgmmaFormats) {
-  const bool strided = p.rows.outer > 1 && (p.split_rows || p.concat_rows);
-  if (strided && p.rows.inner % kGemmTileM != 0) return kStraddlingTiles;
-  return WhyNotOperands(kAllToAllMatmulFormats, machine, p.dtype, p.out_dtype, p.k, p.n,
-                        p.transpose_rhs);
+  return WhyNotShards(kAllToAllMatmulFormats, machine, p);
 }
 
 inline ShardPanels CudaLayoutOf(const AllToAllMatmulParams& p) {
@@ -184,16 +181,7 @@ inline GemmChoice ChooseAllToAllMatmul(int world, int64_t rows, int64_t k, int64
   const int64_t shards = concat_rows ? world : 1, sum = concat_rows ? k_bytes : world * k_bytes;
   if (shards == 1 && rows <= kGemmTileM) return ChooseFew(rows, n, sum, machine, /*most=*/1);
   const TileCosts costs = Loading(kGatherCosts, k_bytes, n * SizeOf(dtype), transpose_rhs, world);
-  const auto cost = [&](const GemmChoice& c) {
-    const int64_t m = shards * RoundUp<int64_t>(rows, kGemmTileM * c.cluster_m);
-    return EstimateCost(c, m, n, sum, machine, costs, kExposed / machine.LinkShare());
-  };
-  GemmChoice best{192, 1, 16};
-  for (const GemmChoice& c : kCompiled) {
-    if (cost(c) < cost(best)) best = c;
-  }
-  // Shorter raster groups if a shard has more than one, as in ChooseGemm.
-  if (best.cluster_m == 2 && rows > kGemmTileM * best.cluster_m * best.group_m) best.group_m = 4;
+  const GemmChoice best = ChooseForShards(shards, rows, n, sum, machine, costs);
   return concat_rows ? GatherGroups(best, world, rows, n, machine)
                      : TermGroups(best, world, rows, machine);
 }

@@ -5,20 +5,13 @@
 #include "core/tile_order.h"
 #include "ops/all_to_all_matmul/all_to_all_matmul.h"
 #include "runtime/cpu_matmul.h"
+#include "runtime/rank_call.h"
 
 namespace jflux {
 namespace {
 
-// One rank's call.
-struct Body {
-  const AllToAllMatmulParams& p;
+struct Body : RankCall<AllToAllMatmulParams, AllToAllMatmulArrays, AllToAllMatmulLayout> {
   const AllToAllMatmulTiling& tiling;
-  const AllToAllMatmulArrays& arrays;
-  const SymmetricView& view;
-  const WaitContext& ctx;
-  AllToAllMatmulLayout layout;
-  int64_t signals, data;  // offsets of this call's half in the workspace
-  Signal signal;
 
   Signal* SignalAt(int dst, int src, int64_t chunk) const {
     return view.At<Signal>(dst, signals + layout.SignalOffset(src, chunk));
@@ -102,16 +95,7 @@ bool AllToAllMatmulCpu(const AllToAllMatmulParams& p, const AllToAllMatmulTiling
                        const AllToAllMatmulArrays& arrays, const SymmetricView& view,
                        uint64_t epoch, const WaitContext& ctx) {
   const auto layout = AllToAllMatmulLayout::Make(p, tiling.chunk_bytes);
-  const WorkspaceLayout workspace = layout.Workspace();
-  const Body body{p,
-                  tiling,
-                  arrays,
-                  view,
-                  ctx,
-                  layout,
-                  workspace.SignalOffset(epoch),
-                  workspace.DataOffset(epoch),
-                  MakeSignal(epoch, p.Signature())};
+  const Body body{{p, arrays, layout, view, epoch, ctx}, tiling};
   body.Send();
   return body.Compute();
 }

@@ -1,19 +1,13 @@
 // The plan and the FFI handlers of all_to_all_matmul.
 #include "ops/all_to_all_matmul/all_to_all_matmul.h"
-#include "runtime/ffi.h"
-#include "runtime/product_plan.h"
-
-#ifdef JFLUX_WITH_CUDA
-#include "runtime/cuda_call.h"
-#endif
+#include "runtime/handlers.h"
 
 namespace jflux {
 namespace {
 
 // The call's k is the columns of a shard of x.
-bool PlanAllToAllMatmul(const Fields& fields, const Machine& machine, Fields* plan,
+bool PlanAllToAllMatmul(CallReader& reader, const Machine& machine, Fields* plan,
                         std::string* why_not) {
-  CallReader reader(fields);
   const ProductCall call = ProductCall::Read(reader);
   AllToAllMatmulParams p{};
   p.rows = call.rows;
@@ -41,128 +35,57 @@ bool PlanAllToAllMatmul(const Fields& fields, const Machine& machine, Fields* pl
   return true;
 }
 
-struct Attributes {
-  ProductAttributes product;
-  bool concat_rows = false, split_rows = false;
-
-  void Read(AttributeReader& read) {
-    product.Read(read);
-    read("concat_rows", &concat_rows);
-    read("split_rows", &split_rows);
-  }
-};
-
-struct Operands {
-  AllToAllMatmulParams params;
-  AllToAllMatmulArrays arrays;
-};
-
-// x of this rank and w; the results are y and, if it is wanted, all_to_all(x). Empty if they do not
-// fit together.
-std::optional<Operands> OperandsOf(const Attributes& a, const ffi::AnyBuffer& x,
-                                   const ffi::AnyBuffer& w, ffi::AnyBuffer& y,
-                                   const ffi::RemainingRets& rest) {
-  const ProductAttributes& product = a.product;
-  const int64_t world = product.call.world;
-  const auto dtype = DTypeOf(x.element_type()), out_dtype = DTypeOf(y.element_type());
-  if (!dtype || !out_dtype || w.element_type() != x.element_type()) return std::nullopt;
-  if (x.dimensions().size() < 2 || w.dimensions().size() != 2 || rest.size() > 1) {
-    return std::nullopt;
-  }
-  Operands o{};
-  AllToAllMatmulParams& p = o.params;
-  p.rows = Rows{static_cast<int32_t>(world), product.outer, product.inner};
-  p.k = w.dimensions()[product.transpose_rhs ? 1 : 0] / (a.concat_rows ? 1 : world);
-  p.n = w.dimensions()[product.transpose_rhs ? 0 : 1];
-  p.dtype = *dtype;
-  p.out_dtype = *out_dtype;
-  p.transpose_rhs = product.transpose_rhs;
+// x of this rank and w; the results are y and, if it is wanted, all_to_all(x).
+template <typename Call>
+bool ReadOperands(const ShardAttributes& a, Call* call, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                  ffi::AnyBuffer y, ffi::RemainingRets rest) {
+  AllToAllMatmulParams& p = call->p;
+  AllToAllMatmulArrays& arrays = call->arrays;
+  const auto product = ProductOf<AllToAllMatmulParams>(a, x, w, y);
+  if (!product || rest.size() > 1) return false;
+  p = *product;
+  p.k = w.dimensions()[a.transpose_rhs ? 1 : 0] / (a.concat_rows ? 1 : p.rows.world);
   p.split_rows = a.split_rows;
   p.concat_rows = a.concat_rows;
   p.return_gathered = rest.size() == 1;
-  const auto count = [](const ffi::AnyBuffer& b) {
-    return static_cast<int64_t>(b.element_count());
-  };
-  if (p.rows.PerRank() == 0 || p.k == 0 || p.n == 0) return std::nullopt;
-  if (count(x) != p.RowsOfX() * p.ColumnsOfX() || count(w) != p.KOfW() * p.n ||
-      count(y) != p.RowsOfY() * p.n) {
-    return std::nullopt;
+  if (p.k == 0 || CountOf(x) != p.RowsOfX() * p.ColumnsOfX() || CountOf(w) != p.KOfW() * p.n ||
+      CountOf(y) != p.RowsOfY() * p.n) {
+    return false;
   }
-  o.arrays = {x.untyped_data(), w.untyped_data(), y.untyped_data(), nullptr};
-  if (p.return_gathered) {
-    auto gathered = *rest.get<ffi::AnyBuffer>(0);
-    if (gathered->element_type() != x.element_type() ||
-        count(*gathered) != p.RowsOfY() * p.KOfW()) {
-      return std::nullopt;
-    }
-    o.arrays.gathered = gathered->untyped_data();
-  }
-  return o;
+  arrays = {x.untyped_data(), w.untyped_data(), y.untyped_data(), nullptr};
+  if (!p.return_gathered) return true;
+  auto gathered = *rest.get<ffi::AnyBuffer>(0);
+  arrays.gathered = gathered->untyped_data();
+  return gathered->element_type() == x.element_type() &&
+         CountOf(*gathered) == p.RowsOfY() * p.KOfW();
 }
 
-ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Dictionary attributes,
-                ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
-                ffi::RemainingRets rest) {
-  Attributes a;
-  if (auto refused = ReadAttributes(kAllToAllMatmulId, attributes, &a)) {
-    return FailedFuture(*refused);
+struct CallOnCpu : TiledCall<kAllToAllMatmulId, AllToAllMatmulCpu> {
+  std::string Read(const ShardAttributes& a, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                   ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets rest) {
+    if (!IsCpuPlan(a.choice, a.senders)) return kMalformed;
+    return ReadOperands(a, this, x, w, *y, rest) ? "" : kDoNotFit;
   }
-  if (!IsCpuPlan(a.product.choice, a.product.senders)) {
-    return FailedFuture(InvalidArgument("all_to_all_matmul: malformed plan"));
+  int64_t WorkspaceBytes() const {
+    return AllToAllMatmulLayout::Make(p, tiling.chunk_bytes).Workspace().TotalBytes();
   }
-  const auto o = OperandsOf(a, x, w, *y, rest);
-  if (!o) return FailedFuture(InvalidArgument("all_to_all_matmul: operands do not fit"));
-
-  const AllToAllMatmulTiling tiling;
-  const int64_t bytes =
-      AllToAllMatmulLayout::Make(o->params, tiling.chunk_bytes).Workspace().TotalBytes();
-  return JoinFfiCall(
-      kAllToAllMatmulId, site, run_id, device, a.product.call, bytes,
-      [o = *o, tiling](const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
-        return AllToAllMatmulCpu(o.params, tiling, o.arrays, view, epoch, ctx);
-      });
-}
-
-// Operands and results.
-constexpr auto Bindings = [](auto binding) {
-  return std::move(binding)
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>()
-      .RemainingRets();
 };
 
-XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(BindCpu()));
-
-#ifdef JFLUX_WITH_CUDA
-ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes, ffi::AnyBuffer x,
-                ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets rest) {
-  Attributes a;
-  if (auto refused = ReadAttributes(kAllToAllMatmulId, attributes, &a)) return *refused;
-  const CallAttributes& call = a.product.call;
-  const auto o = OperandsOf(a, x, w, *y, rest);
-  if (!o) return InvalidArgument("all_to_all_matmul: operands do not fit");
-  const auto plan = CudaPlanOf(a.product.choice, a.product.senders, call.workspace_bytes);
-  if (!plan || !WhyNoKernel(o->params).empty() || plan->choice.splits != 1) {
-    return InvalidArgument("all_to_all_matmul: no kernel for this plan");
+struct CallOnCuda : PlannedCall<kAllToAllMatmulId, LaunchAllToAllMatmul> {
+  std::string Read(const ShardAttributes& a, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                   ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets rest) {
+    if (!ReadOperands(a, this, x, w, *y, rest)) return kDoNotFit;
+    return ReadPlan(a) && WhyNoKernel(p).empty() && plan.choice.splits == 1 ? "" : kNoKernel;
   }
-  return LaunchCudaCall(
-      kAllToAllMatmulId, ordinal, call, CudaLayoutOf(o->params).Workspace().TotalBytes(),
-      [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        return LaunchAllToAllMatmul(o->params, o->arrays, *plan, call.site, device, view, stream,
-                                    error);
-      });
-}
-
-XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBufferCompatible});
-#endif
+  int64_t WorkspaceBytes() const { return CudaLayoutOf(p).Workspace().TotalBytes(); }
+};
 
 }  // namespace
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllToAllMatmulOp;
-const Op kAllToAllMatmulOp = {kAllToAllMatmulId,    "all_to_all_matmul", kCpu,
-                              JFLUX_IF_CUDA(kCuda), kCpuFormats,         kAllToAllMatmulFormats,
-                              PlanAllToAllMatmul};
+const Op kAllToAllMatmulOp = {
+    kAllToAllMatmulId, "all_to_all_matmul",    OnCpu<CallOnCpu>,  JFLUX_IF_CUDA(OnCuda<CallOnCuda>),
+    kCpuFormats,       kAllToAllMatmulFormats, PlanAllToAllMatmul};
 
 }  // namespace jflux

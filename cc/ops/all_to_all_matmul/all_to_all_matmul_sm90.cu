@@ -6,15 +6,11 @@
 namespace jflux {
 namespace {
 
-struct Instances {
+struct Instances : AllToAllMatmulKernels {
   static constexpr OpFormats kFormats = kAllToAllMatmulFormats;
   static constexpr int kMostSplits = 1;
   // Results go to this GPU's memory, which takes them at once.
   static constexpr bool kMayLendStage = true;
-  template <typename Config>
-  static const void* Kernel() {
-    return reinterpret_cast<const void*>(&AllToAllMatmulKernel<Config>);
-  }
 };
 
 // The map of an array of shards that are one below the other (by_rows) or side by side. columns: of

@@ -363,11 +363,7 @@ struct AllToAllMatmulSm90 {
   };
 };
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    AllToAllMatmulKernel(const __grid_constant__ AllToAllMatmulArgs args) {
-  RunGemm<AllToAllMatmulSm90<Config>>(args);
-}
+JFLUX_GEMM_KERNEL(AllToAllMatmul);
 
 }  // namespace jflux
 

@@ -9,11 +9,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-struct DecodeMergeArgs {
-  PacketArgs packets;
-  DecodeMergeParams params;
-  DecodeMergeArrays arrays;
-};
+using DecodeMergeArgs = PacketKernelArgs<DecodeMergeParams, DecodeMergeArrays>;
 
 __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
     DecodeMergeKernel(const __grid_constant__ DecodeMergeArgs args) {

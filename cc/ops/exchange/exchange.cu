@@ -11,11 +11,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kCtasPerSm = 2;  // of chunks
 
-struct ExchangeArgs {
-  PacketArgs packets;
-  ExchangeParams params;
-  ExchangeArrays arrays;
-};
+using ExchangeArgs = PacketKernelArgs<ExchangeParams, ExchangeArrays>;
+using ChunkedArgs = ChunkKernelArgs<ExchangeParams, ExchangeArrays>;
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
@@ -26,12 +23,6 @@ __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
                            static_cast<int64_t>(gridDim.x) * kThreads);
   EndPackets(args.packets, cta, ok);
 }
-
-struct ChunkedArgs {
-  shmem::CallArgs call;
-  ExchangeParams params;
-  ExchangeArrays arrays;
-};
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
@@ -54,14 +45,7 @@ bool LaunchChunked(const ExchangeParams& p, const ExchangeArrays& arrays, int64_
                    std::string* error) {
   const ShardSlots slots = p.Slots();
   const int64_t blocks = Min<int64_t>(slots.Chunks(), kCtasPerSm * device.sm_count);
-  ChunkedArgs args{};
-  args.call.state = device.state;
-  args.call.view = view;
-  args.call.layout = slots.Workspace();
-  args.call.signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(blocks).Get();
-  args.call.op = static_cast<uint32_t>(p.op);
-  args.params = p;
-  args.arrays = arrays;
+  ChunkedArgs args = ChunkArgsFor(p, arrays, p.op, site, blocks, slots.Workspace(), device, view);
   return LaunchKernel(KernelOf(p.dtype, true), &args, static_cast<int>(blocks), /*ctas=*/1,
                       kThreads, /*smem_bytes=*/0, stream, error);
 }

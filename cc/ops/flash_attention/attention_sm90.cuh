@@ -27,6 +27,7 @@
 
 #include "core/numbers.h"
 #include "gpu/epilogue_sm90.cuh"
+#include "gpu/machine.h"
 #include "gpu/ptx.cuh"
 #include "gpu/ring.cuh"
 #include "gpu/wgmma.cuh"

@@ -37,7 +37,7 @@ struct BackwardShape {
   static constexpr int kKindsOffset = kMetNumbersOffset + kStages * kMet * 4 * kVectors;
   static constexpr int kBarriersOffset = kKindsOffset + 16;
   static constexpr int kSmemBytes = kBarriersOffset + 8 * kBarriers;
-  static_assert(4 * kStages <= 16 && kSmemBytes <= 232448);
+  static_assert(4 * kStages <= 16 && kSmemBytes <= kHopper.smem_bytes);
 };
 
 template <typename Shape>

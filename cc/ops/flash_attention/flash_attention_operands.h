@@ -19,10 +19,7 @@ struct AttentionAttributes {
   int64_t span = 0;
 
   void Read(AttributeReader& read) {
-    read("scale", &scale);
-    read("softcap", &softcap);
-    read("low", &low);
-    read("span", &span);
+    read("scale", &scale)("softcap", &softcap)("low", &low)("span", &span);
   }
 };
 

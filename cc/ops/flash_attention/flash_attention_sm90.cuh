@@ -32,7 +32,7 @@ struct ForwardShape {
   static constexpr int kKindsOffset = kKNumbersOffset + kStages * kKeys * 8;
   static constexpr int kBarriersOffset = kKindsOffset + 16;
   static constexpr int kSmemBytes = kBarriersOffset + 8 * (2 + 4 * kStages);
-  static_assert(4 * kStages <= 16 && kSmemBytes <= 232448);
+  static_assert(4 * kStages <= 16 && kSmemBytes <= kHopper.smem_bytes);
 };
 
 template <typename Shape>

@@ -22,8 +22,7 @@ struct CheckAttributes {
   int64_t positions = 0;  // of a rank
 
   void Read(AttributeReader& read) {
-    read("capacity", &capacity);
-    read("positions", &positions);
+    read("capacity", &capacity)("positions", &positions);
     if (positions < 1) read.Refuse("attribute `positions` is less than 1");
   }
 };
@@ -64,10 +63,7 @@ struct Attributes {
   int64_t splits = 0;
 
   void Read(AttributeReader& read) {
-    read("capacity", &capacity);
-    read("scale", &scale);
-    read("softcap", &softcap);
-    read("splits", &splits);
+    read("capacity", &capacity)("scale", &scale)("softcap", &softcap)("splits", &splits);
   }
 };
 

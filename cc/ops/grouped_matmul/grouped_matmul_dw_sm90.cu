@@ -5,11 +5,7 @@
 namespace jflux {
 namespace {
 
-struct Kernels {
-  template <typename Config>
-  static const void* Kernel() {
-    return reinterpret_cast<const void*>(&GroupedMatmulDwKernel<Config>);
-  }
+struct Kernels : GroupedMatmulDwKernels {
   template <typename Config>
   static constexpr int kSmemBytes = Config::kSmemBytes;
 };

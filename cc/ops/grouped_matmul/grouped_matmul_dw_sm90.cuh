@@ -144,11 +144,7 @@ struct GroupedMatmulDwSm90 {
   };
 };
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    GroupedMatmulDwKernel(const __grid_constant__ GroupedMatmulDwArgs args) {
-  RunGemm<GroupedMatmulDwSm90<Config>>(args);
-}
+JFLUX_GEMM_KERNEL(GroupedMatmulDw);
 
 }  // namespace jflux
 

@@ -24,12 +24,8 @@ struct Attributes {
   bool transpose_rhs = false;  // weights are [E, n, k]
 
   void Read(AttributeReader& read) {
-    read("activation", &activation);
-    read("gated", &gated);
-    read("scaled", &scaled);
-    read("sums", &sums);
-    read("tile", &tile);
-    read("transpose_rhs", &transpose_rhs);
+    read("activation", &activation)("gated", &gated)("scaled", &scaled)("sums", &sums)(
+        "tile", &tile)("transpose_rhs", &transpose_rhs);
   }
 };
 

@@ -268,11 +268,7 @@ struct GroupedMatmulSm90 {
   };
 };
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    GroupedMatmulKernel(const __grid_constant__ GroupedMatmulArgs args) {
-  RunGemm<GroupedMatmulSm90<Config>>(args);
-}
+JFLUX_GEMM_KERNEL(GroupedMatmul);
 
 }  // namespace jflux
 

@@ -6,6 +6,7 @@
 
 #include "ops/grouped_matmul/group_rows_cpu.h"
 #include "ops/grouped_matmul_reduce_scatter/grouped_matmul_reduce_scatter.h"
+#include "runtime/rank_call.h"
 
 namespace jflux {
 namespace {
@@ -14,17 +15,11 @@ constexpr int32_t kTileRows = 128;
 
 // This rank's part of a call. Wide: what sums are in.
 template <typename Wide>
-struct RankCall {
+struct Body
+    : RankCall<GroupedMatmulReduceScatterParams, GroupedMatmulReduceScatterArrays, SumLayout> {
   static constexpr DType kWide = sizeof(Wide) == 8 ? DType::kF64 : DType::kF32;
 
-  const GroupedMatmulReduceScatterParams& p;
-  const GroupedMatmulReduceScatterArrays& arrays;
-  const SymmetricView& view;
-  const WaitContext& ctx;
-  SumLayout layout;
   SumItems items;
-  int64_t signals, data;  // offsets of this call's half
-  Signal signal;
   std::vector<Wide> row, sum;  // [n]
 
   Signal* SignalAt(int dst, int src, int32_t item) const {
@@ -120,19 +115,10 @@ template <typename Wide>
 bool RunRank(const GroupedMatmulReduceScatterParams& p,
              const GroupedMatmulReduceScatterArrays& arrays, const SymmetricView& view,
              uint64_t epoch, const WaitContext& ctx) {
-  const SumLayout layout = SumLayout::Make(p);
-  const WorkspaceLayout workspace = layout.Workspace();
-  RankCall<Wide> call{p,
-                      arrays,
-                      view,
-                      ctx,
-                      layout,
-                      p.Items(view.rank),
-                      workspace.SignalOffset(epoch),
-                      workspace.DataOffset(epoch),
-                      MakeSignal(epoch, p.Signature()),
-                      std::vector<Wide>(p.product.n),
-                      std::vector<Wide>(p.product.n)};
+  Body<Wide> call{{p, arrays, SumLayout::Make(p), view, epoch, ctx},
+                  p.Items(view.rank),
+                  std::vector<Wide>(p.product.n),
+                  std::vector<Wide>(p.product.n)};
   return call.Run();
 }
 

@@ -3,22 +3,16 @@
 #include <string>
 
 #include "ops/grouped_matmul_reduce_scatter/grouped_matmul_reduce_scatter.h"
-#include "runtime/ffi.h"
-#include "runtime/op.h"
+#include "runtime/handlers.h"
 #include "runtime/product_plan.h"
-
-#ifdef JFLUX_WITH_CUDA
-#include "runtime/cuda_call.h"
-#endif
 
 namespace jflux {
 namespace {
 
 // A call has the fields of SegmentedCall. The plan has the fields of a product, parts and
 // item_tokens; on the CPU only parts, item_tokens and workspace_bytes.
-bool PlanGroupedMatmulReduceScatter(const Fields& fields, const Machine& machine, Fields* plan,
+bool PlanGroupedMatmulReduceScatter(CallReader& call, const Machine& machine, Fields* plan,
                                     std::string* why_not) {
-  CallReader call(fields);
   const SegmentedCall c = SegmentedCall::Read(call);
   if (!call.Check(why_not)) return false;
   GroupedMatmulReduceScatterParams p{c.world, c.tokens, c.choices, 0, 1, c.product};
@@ -54,130 +48,93 @@ struct Attributes {
 
   void Read(AttributeReader& read) {
     call.Read(read);
-    read("choice", &choice);
-    read("item_tokens", &item_tokens);
-    read("parts", &parts);
-    read("transpose_rhs", &transpose_rhs);
+    read("choice", &choice)("item_tokens", &item_tokens)("parts", &parts)("transpose_rhs",
+                                                                          &transpose_rhs);
   }
 };
 
-struct Call {
-  GroupedMatmulReduceScatterParams params{};
-  GroupedMatmulReduceScatterArrays arrays{};
+struct Call : CallOf<kGroupedMatmulReduceScatterId, GroupedMatmulReduceScatterCpu, nullptr> {
+  bool ReadOperands(const Attributes& a, ffi::AnyBuffer h, ffi::AnyBuffer w, ffi::AnyBuffer weights,
+                    ffi::AnyBuffer offsets, ffi::AnyBuffer destination, ffi::AnyBuffer source,
+                    ffi::AnyBuffer out, ffi::AnyBuffer y) {
+    const auto dtype = DTypeOf(h.element_type()), out_dtype = DTypeOf(y.element_type());
+    if (!dtype || !out_dtype || h.dimensions().size() != 2 || w.dimensions().size() != 3 ||
+        out.dimensions().size() != 2 || destination.dimensions().size() != 2 || a.parts < 0 ||
+        a.parts > kMostParts || !AreItemTokens(a.item_tokens)) {
+      return false;
+    }
+    p.world = static_cast<int32_t>(a.call.world);
+    p.tokens = out.dimensions()[0];
+    p.choices = static_cast<int32_t>(destination.dimensions()[1]);
+    p.parts = static_cast<int32_t>(a.parts);
+    p.item_tokens = static_cast<int32_t>(a.item_tokens);
+    GroupedMatmulParams& product = p.product;
+    product.m = h.dimensions()[0];
+    product.k = h.dimensions()[1];
+    product.n = out.dimensions()[1];
+    product.groups = w.dimensions()[0];
+    product.dtype = *dtype;
+    product.out_dtype = *out_dtype;
+    product.transpose_rhs = a.transpose_rhs;
+    const int64_t rows = a.transpose_rhs ? product.n : product.k;
+    const int64_t columns = a.transpose_rhs ? product.k : product.n;
+    const auto wide = *out_dtype == DType::kF64 ? ffi::F64 : ffi::F32;
+    const int64_t tokens = p.world * p.tokens;
+    if (p.tokens == 0 || product.m == 0 || product.k == 0 || product.n == 0 ||
+        product.groups == 0 || product.m > INT32_MAX || product.groups > INT32_MAX - 1 ||
+        product.m != tokens * p.choices ||
+        !Is(w, h.element_type(), {product.groups, rows, columns}) ||
+        !Is(weights, wide, {tokens, p.choices}) ||
+        !Is(destination, ffi::S32, {tokens, p.choices}) || !Is(source, ffi::S32, {product.m}) ||
+        !Is(offsets, ffi::S32, {product.groups + 1}) ||
+        !Is(out, y.element_type(), {p.tokens, product.n}) ||
+        !Is(y, y.element_type(), {product.m, product.n})) {
+      return false;
+    }
+    arrays = {h.untyped_data(),
+              w.untyped_data(),
+              weights.untyped_data(),
+              static_cast<const int32_t*>(offsets.untyped_data()),
+              static_cast<const int32_t*>(destination.untyped_data()),
+              static_cast<const int32_t*>(source.untyped_data()),
+              out.untyped_data(),
+              y.untyped_data()};
+    return true;
+  }
+  int64_t WorkspaceBytes() const { return SumLayout::Make(p).Workspace().TotalBytes(); }
 };
 
-// Empty if attributes, operands and results do not fit together.
-std::optional<Call> CallOf(const Attributes& a, ffi::AnyBuffer h, ffi::AnyBuffer w,
-                           ffi::AnyBuffer weights, ffi::AnyBuffer offsets,
-                           ffi::AnyBuffer destination, ffi::AnyBuffer source, ffi::AnyBuffer out,
-                           ffi::AnyBuffer y) {
-  const auto dtype = DTypeOf(h.element_type()), out_dtype = DTypeOf(y.element_type());
-  if (!dtype || !out_dtype || h.dimensions().size() != 2 || w.dimensions().size() != 3 ||
-      out.dimensions().size() != 2 || destination.dimensions().size() != 2 || a.parts < 0 ||
-      a.parts > kMostParts || !AreItemTokens(a.item_tokens)) {
-    return std::nullopt;
+struct CallOnCpu : Call {
+  std::string Read(const Attributes& a, ffi::AnyBuffer h, ffi::AnyBuffer w, ffi::AnyBuffer weights,
+                   ffi::AnyBuffer offsets, ffi::AnyBuffer destination, ffi::AnyBuffer source,
+                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> y) {
+    return ReadOperands(a, h, w, weights, offsets, destination, source, *out, *y) &&
+                   IsCpuPlan(a.choice, 0)
+               ? ""
+               : kDoNotFit;
   }
-  Call call;
-  GroupedMatmulReduceScatterParams& p = call.params;
-  p.world = static_cast<int32_t>(a.call.world);
-  p.tokens = out.dimensions()[0];
-  p.choices = static_cast<int32_t>(destination.dimensions()[1]);
-  p.parts = static_cast<int32_t>(a.parts);
-  p.item_tokens = static_cast<int32_t>(a.item_tokens);
-  GroupedMatmulParams& product = p.product;
-  product.m = h.dimensions()[0];
-  product.k = h.dimensions()[1];
-  product.n = out.dimensions()[1];
-  product.groups = w.dimensions()[0];
-  product.dtype = *dtype;
-  product.out_dtype = *out_dtype;
-  product.transpose_rhs = a.transpose_rhs;
-  const int64_t rows = a.transpose_rhs ? product.n : product.k;
-  const int64_t columns = a.transpose_rhs ? product.k : product.n;
-  const auto wide = *out_dtype == DType::kF64 ? ffi::F64 : ffi::F32;
-  const int64_t tokens = p.world * p.tokens;
-  if (p.tokens == 0 || product.m == 0 || product.k == 0 || product.n == 0 || product.groups == 0 ||
-      product.m > INT32_MAX || product.groups > INT32_MAX - 1 || product.m != tokens * p.choices ||
-      !Is(w, h.element_type(), {product.groups, rows, columns}) ||
-      !Is(weights, wide, {tokens, p.choices}) || !Is(destination, ffi::S32, {tokens, p.choices}) ||
-      !Is(source, ffi::S32, {product.m}) || !Is(offsets, ffi::S32, {product.groups + 1}) ||
-      !Is(out, y.element_type(), {p.tokens, product.n}) ||
-      !Is(y, y.element_type(), {product.m, product.n})) {
-    return std::nullopt;
-  }
-  call.arrays =
-      GroupedMatmulReduceScatterArrays{h.untyped_data(),
-                                       w.untyped_data(),
-                                       weights.untyped_data(),
-                                       static_cast<const int32_t*>(offsets.untyped_data()),
-                                       static_cast<const int32_t*>(destination.untyped_data()),
-                                       static_cast<const int32_t*>(source.untyped_data()),
-                                       out.untyped_data(),
-                                       y.untyped_data()};
-  return call;
-}
-
-ffi::Error NoFit() { return InvalidArgument("grouped_matmul_reduce_scatter: operands do not fit"); }
-
-ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Dictionary attributes,
-                ffi::AnyBuffer h, ffi::AnyBuffer w, ffi::AnyBuffer weights, ffi::AnyBuffer offsets,
-                ffi::AnyBuffer destination, ffi::AnyBuffer source, ffi::Result<ffi::AnyBuffer> out,
-                ffi::Result<ffi::AnyBuffer> y) {
-  Attributes a;
-  if (auto refused = ReadAttributes(kGroupedMatmulReduceScatterId, attributes, &a)) {
-    return FailedFuture(*refused);
-  }
-  const auto call = CallOf(a, h, w, weights, offsets, destination, source, *out, *y);
-  if (!call || !IsCpuPlan(a.choice, 0)) return FailedFuture(NoFit());
-  return JoinFfiCall(
-      kGroupedMatmulReduceScatterId, site, run_id, device, a.call,
-      SumLayout::Make(call->params).Workspace().TotalBytes(),
-      [call = *call](const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
-        return GroupedMatmulReduceScatterCpu(call.params, call.arrays, view, epoch, ctx);
-      });
-}
-
-constexpr auto Bindings = [](auto binding) {
-  return std::move(binding)
-      .template Arg<ffi::AnyBuffer>()   // h
-      .template Arg<ffi::AnyBuffer>()   // w
-      .template Arg<ffi::AnyBuffer>()   // weights
-      .template Arg<ffi::AnyBuffer>()   // offsets
-      .template Arg<ffi::AnyBuffer>()   // destination
-      .template Arg<ffi::AnyBuffer>()   // source
-      .template Ret<ffi::AnyBuffer>()   // out
-      .template Ret<ffi::AnyBuffer>();  // y
 };
 
-XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(BindCpu()));
+struct CallOnCuda : Call {
+  std::optional<GemmChoice> choice;
 
-#ifdef JFLUX_WITH_CUDA
-ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes, ffi::AnyBuffer h,
-                ffi::AnyBuffer w, ffi::AnyBuffer weights, ffi::AnyBuffer offsets,
-                ffi::AnyBuffer destination, ffi::AnyBuffer source, ffi::Result<ffi::AnyBuffer> out,
-                ffi::Result<ffi::AnyBuffer> y) {
-  Attributes a;
-  if (auto refused = ReadAttributes(kGroupedMatmulReduceScatterId, attributes, &a)) return *refused;
-  const auto call = CallOf(a, h, w, weights, offsets, destination, source, *out, *y);
-  if (!call) return NoFit();
-  const GroupedMatmulReduceScatterParams& p = call->params;
-  const auto choice = GroupedChoiceOf(a.choice);
-  const std::string why = WhyNoSegmentedKernel(p.product);
-  if (!why.empty()) return InvalidArgument("grouped_matmul_reduce_scatter: " + why);
-  if (!choice || !IsGroupedChoice(*choice, /*gated=*/false) ||
-      !ArePossibleParts(p.parts, p.world, p.product.groups)) {
-    return InvalidArgument("grouped_matmul_reduce_scatter: no kernel for this plan");
+  std::string Read(const Attributes& a, ffi::AnyBuffer h, ffi::AnyBuffer w, ffi::AnyBuffer weights,
+                   ffi::AnyBuffer offsets, ffi::AnyBuffer destination, ffi::AnyBuffer source,
+                   ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> y) {
+    if (!ReadOperands(a, h, w, weights, offsets, destination, source, *out, *y)) return kDoNotFit;
+    const std::string why = WhyNoSegmentedKernel(p.product);
+    if (!why.empty()) return why;
+    choice = GroupedChoiceOf(a.choice);
+    return choice && IsGroupedChoice(*choice, /*gated=*/false) &&
+                   ArePossibleParts(p.parts, p.world, p.product.groups)
+               ? ""
+               : kNoKernel;
   }
-  return LaunchCudaCall(
-      kGroupedMatmulReduceScatterId, ordinal, a.call, SumLayout::Make(p).Workspace().TotalBytes(),
-      [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        return LaunchGroupedMatmulReduceScatter(p, call->arrays, *choice, a.call.site, device, view,
-                                                stream, error);
-      });
-}
-
-XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBufferCompatible});
-#endif
+  bool Launch(int64_t site, const CudaDevice& device, const SymmetricView& view,
+              cudaStream_t stream, std::string* error) const {
+    return LaunchGroupedMatmulReduceScatter(p, arrays, *choice, site, device, view, stream, error);
+  }
+};
 
 constexpr Constant kConstants[] = {
     {"most_spans", kMostSpans}, {"few_spans", kFewSpans}, {nullptr, 0}};
@@ -188,8 +145,8 @@ constexpr Constant kConstants[] = {
 extern const Op kGroupedMatmulReduceScatterOp;
 const Op kGroupedMatmulReduceScatterOp = {kGroupedMatmulReduceScatterId,
                                           "grouped_matmul_reduce_scatter",
-                                          kCpu,
-                                          JFLUX_IF_CUDA(kCuda),
+                                          OnCpu<CallOnCpu>,
+                                          JFLUX_IF_CUDA(OnCuda<CallOnCuda>),
                                           kCpuFormats,
                                           kGroupedFormats,
                                           PlanGroupedMatmulReduceScatter,

@@ -6,11 +6,7 @@
 namespace jflux {
 namespace {
 
-struct Kernels {
-  template <typename Config>
-  static const void* Kernel() {
-    return reinterpret_cast<const void*>(&GroupedMatmulReduceScatterKernel<Config>);
-  }
+struct Kernels : GroupedMatmulReduceScatterKernels {
   template <typename Config>
   static constexpr int kSmemBytes = Config::kSmemBytes;
 };

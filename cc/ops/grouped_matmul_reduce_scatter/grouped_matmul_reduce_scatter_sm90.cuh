@@ -351,11 +351,7 @@ struct GroupedMatmulReduceScatterSm90 : GroupedMatmulSm90<Config_> {
   };
 };
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    GroupedMatmulReduceScatterKernel(const __grid_constant__ GroupedMatmulReduceScatterArgs args) {
-  RunGemm<GroupedMatmulReduceScatterSm90<Config>>(args);
-}
+JFLUX_GEMM_KERNEL(GroupedMatmulReduceScatter);
 
 }  // namespace jflux
 

@@ -1,18 +1,12 @@
 // The plan and the FFI handlers of matmul_all_reduce.
 #include "ops/matmul_all_reduce/matmul_all_reduce.h"
-#include "runtime/ffi.h"
-#include "runtime/product_plan.h"
-
-#ifdef JFLUX_WITH_CUDA
-#include "runtime/cuda_call.h"
-#endif
+#include "runtime/handlers.h"
 
 namespace jflux {
 namespace {
 
-bool PlanMatmulAllReduce(const Fields& fields, const Machine& machine, Fields* plan,
+bool PlanMatmulAllReduce(CallReader& reader, const Machine& machine, Fields* plan,
                          std::string* why_not) {
-  CallReader reader(fields);
   const ProductCall call = ProductCall::Read(reader);
   if (call.rows.outer != 1) reader.Refuse("`outer` is not 1");
   if (!reader.Check(why_not)) return false;
@@ -33,111 +27,55 @@ bool PlanMatmulAllReduce(const Fields& fields, const Machine& machine, Fields* p
   return true;
 }
 
-// x [rows, k] of this rank, w and the result y [rows, n] -> what to compute; empty if they do not
-// fit together.
-std::optional<MatmulAllReduceParams> ParamsOf(const ProductAttributes& a, const ffi::AnyBuffer& x,
-                                              const ffi::AnyBuffer& w, const ffi::AnyBuffer& y) {
-  const auto dtype = DTypeOf(x.element_type()), out_dtype = DTypeOf(y.element_type());
-  if (!dtype || !out_dtype || w.element_type() != x.element_type()) return std::nullopt;
-  if (x.dimensions().size() != 2 || w.dimensions().size() != 2 || a.outer != 1) {
-    return std::nullopt;
-  }
-  MatmulAllReduceParams p{};
-  p.scatter.rows = Rows{static_cast<int32_t>(a.call.world), 1, a.inner};
-  p.scatter.k = x.dimensions()[1];
-  p.scatter.n = w.dimensions()[a.transpose_rhs ? 0 : 1];
-  p.scatter.dtype = *dtype;
-  p.scatter.out_dtype = *out_dtype;
-  p.scatter.transpose_rhs = a.transpose_rhs;
+// x [rows, k] of this rank, w and perhaps the residual; the result y [rows, n].
+template <typename Call>
+bool ReadOperands(const ProductAttributes& a, Call* call, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                  ffi::RemainingArgs residual, ffi::AnyBuffer y) {
+  MatmulAllReduceParams& p = call->p;
+  MatmulAllReduceArrays& arrays = call->arrays;
+  const auto product = ProductOf<MatmulReduceScatterParams>(a, x, w, y);
+  if (!product || x.dimensions().size() != 2 || a.outer != 1 || residual.size() > 1) return false;
+  p.scatter = *product;
   const int64_t rows = p.scatter.rows.Total(), k = p.scatter.k, n = p.scatter.n;
-  const auto count = [](const ffi::AnyBuffer& b) {
-    return static_cast<int64_t>(b.element_count());
-  };
-  if (rows == 0 || k == 0 || n == 0) return std::nullopt;
-  if (count(x) != rows * k || count(w) != k * n || count(y) != rows * n) return std::nullopt;
-  return p;
+  if (CountOf(x) != rows * k || CountOf(w) != k * n || CountOf(y) != rows * n) return false;
+  arrays = {x.untyped_data(), w.untyped_data(), y.untyped_data(), nullptr};
+  if (residual.size() == 0) return true;
+  const auto added = *residual.get<ffi::AnyBuffer>(0);
+  arrays.residual = added.untyped_data();
+  return added.element_type() == y.element_type() && CountOf(added) == CountOf(y);
 }
 
-// A call's arrays; empty if the residual does not fit.
-std::optional<MatmulAllReduceArrays> ArraysOf(ffi::AnyBuffer x, ffi::AnyBuffer w,
-                                              ffi::RemainingArgs residual, ffi::AnyBuffer y) {
-  MatmulAllReduceArrays arrays{x.untyped_data(), w.untyped_data(), y.untyped_data(), nullptr};
-  if (residual.size() > 1) return std::nullopt;
-  if (residual.size() == 1) {
-    const auto added = *residual.get<ffi::AnyBuffer>(0);
-    if (added.element_type() != y.element_type() || added.element_count() != y.element_count()) {
-      return std::nullopt;
-    }
-    arrays.residual = added.untyped_data();
+struct CallOnCpu : TiledCall<kMatmulAllReduceId, MatmulAllReduceCpu> {
+  std::string Read(const ProductAttributes& a, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                   ffi::RemainingArgs residual, ffi::Result<ffi::AnyBuffer> y) {
+    if (!IsCpuPlan(a.choice, a.senders)) return kMalformed;
+    return ReadOperands(a, this, x, w, residual, *y) ? "" : kDoNotFit;
   }
-  return arrays;
-}
-
-ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Dictionary attributes,
-                ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs residual,
-                ffi::Result<ffi::AnyBuffer> y) {
-  ProductAttributes a;
-  if (auto refused = ReadAttributes(kMatmulAllReduceId, attributes, &a)) {
-    return FailedFuture(*refused);
+  int64_t WorkspaceBytes() const { return MatmulAllReduceCpuWorkspace(p).TotalBytes(); }
+  bool Run(const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) const {
+    return AreFewRows(p) ? FewRowsCpu(p, tiling.tile_n, arrays, view, epoch, ctx)
+                         : MatmulAllReduceCpu(p, tiling, arrays, view, epoch, ctx);
   }
-  if (!IsCpuPlan(a.choice, a.senders)) {
-    return FailedFuture(InvalidArgument("matmul_all_reduce: malformed plan"));
-  }
-  const auto p = ParamsOf(a, x, w, *y);
-  const auto arrays = ArraysOf(x, w, residual, *y);
-  if (!p || !arrays) {
-    return FailedFuture(InvalidArgument("matmul_all_reduce: operands do not fit"));
-  }
-  const ScatterTiling tiling;
-  const int64_t bytes = MatmulAllReduceCpuWorkspace(*p).TotalBytes();
-  return JoinFfiCall(kMatmulAllReduceId, site, run_id, device, a.call, bytes,
-                     [p = *p, tiling, arrays = *arrays](const SymmetricView& view, uint64_t epoch,
-                                                        const WaitContext& ctx) {
-                       return AreFewRows(p)
-                                  ? FewRowsCpu(p, tiling.tile_n, arrays, view, epoch, ctx)
-                                  : MatmulAllReduceCpu(p, tiling, arrays, view, epoch, ctx);
-                     });
-}
-
-// Operands x, w and perhaps the residual; the result y.
-constexpr auto Bindings = [](auto binding) {
-  return std::move(binding)
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .RemainingArgs()
-      .template Ret<ffi::AnyBuffer>();
 };
 
-XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(BindCpu()));
-
-#ifdef JFLUX_WITH_CUDA
-ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes, ffi::AnyBuffer x,
-                ffi::AnyBuffer w, ffi::RemainingArgs residual, ffi::Result<ffi::AnyBuffer> y) {
-  ProductAttributes a;
-  if (auto refused = ReadAttributes(kMatmulAllReduceId, attributes, &a)) return *refused;
-  const auto p = ParamsOf(a, x, w, *y);
-  const auto arrays = ArraysOf(x, w, residual, *y);
-  if (!p || !arrays) return InvalidArgument("matmul_all_reduce: operands do not fit");
-  const auto plan = CudaPlanOf(a.choice, a.senders, a.call.workspace_bytes);
-  if (!plan || !WhyNoKernel(*p).empty() || !(plan->choice == Possible(*p, plan->choice))) {
-    return InvalidArgument("matmul_all_reduce: no kernel for this plan");
+struct CallOnCuda : PlannedCall<kMatmulAllReduceId, LaunchMatmulAllReduce> {
+  std::string Read(const ProductAttributes& a, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                   ffi::RemainingArgs residual, ffi::Result<ffi::AnyBuffer> y) {
+    if (!ReadOperands(a, this, x, w, residual, *y)) return kDoNotFit;
+    return ReadPlan(a) && WhyNoKernel(p).empty() && plan.choice == Possible(p, plan.choice)
+               ? ""
+               : kNoKernel;
   }
-  return LaunchCudaCall(
-      kMatmulAllReduceId, ordinal, a.call, MatmulAllReduceWorkspace(*p, plan->choice).TotalBytes(),
-      [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        return LaunchMatmulAllReduce(*p, *arrays, *plan, a.call.site, device, view, stream, error);
-      });
-}
-
-XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBufferCompatible});
-#endif
+  int64_t WorkspaceBytes() const { return MatmulAllReduceWorkspace(p, plan.choice).TotalBytes(); }
+};
 
 }  // namespace
 
 // Listed in cc/ops/registry.cc.
 extern const Op kMatmulAllReduceOp;
-const Op kMatmulAllReduceOp = {kMatmulAllReduceId,   "matmul_all_reduce", kCpu,
-                               JFLUX_IF_CUDA(kCuda), kCpuFormats,         kMatmulAllReduceFormats,
+const Op kMatmulAllReduceOp = {kMatmulAllReduceId, "matmul_all_reduce",
+                               OnCpu<CallOnCpu>,   JFLUX_IF_CUDA(OnCuda<CallOnCuda>),
+                               kCpuFormats,        kMatmulAllReduceFormats,
                                PlanMatmulAllReduce};
 
 }  // namespace jflux

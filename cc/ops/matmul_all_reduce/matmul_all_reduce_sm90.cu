@@ -7,14 +7,10 @@
 namespace jflux {
 namespace {
 
-struct Instances {
+struct Instances : MatmulAllReduceKernels {
   static constexpr OpFormats kFormats = kMatmulAllReduceFormats;
   static constexpr int kMostSplits = 1;
   static constexpr bool kMayLendStage = false;
-  template <typename Config>
-  static const void* Kernel() {
-    return reinterpret_cast<const void*>(&MatmulAllReduceKernel<Config>);
-  }
 };
 
 // Few rows are one row of tiles: a cluster can share k, if anything.

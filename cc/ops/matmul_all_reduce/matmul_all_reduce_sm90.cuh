@@ -187,11 +187,7 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
   };
 };
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    MatmulAllReduceKernel(const __grid_constant__ MatmulAllReduceArgs args) {
-  RunGemm<MatmulAllReduceSm90<Config>>(args);
-}
+JFLUX_GEMM_KERNEL(MatmulAllReduce);
 
 // matmul_all_reduce of few rows on Hopper (FewRowsLayout): one kernel that multiplies, sends its
 // tiles to the peer and adds the peer's.
@@ -361,11 +357,7 @@ struct FewRowsSm90 {
   };
 };
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    FewRowsKernel(const __grid_constant__ FewRowsArgs args) {
-  RunGemm<FewRowsSm90<Config>>(args);
-}
+JFLUX_GEMM_KERNEL(FewRows);
 
 }  // namespace jflux
 

@@ -122,10 +122,7 @@ bool MatmulAllToAllCpu(const MatmulAllToAllParams& params, const ShardTiling& ti
 
 inline constexpr OpFormats kMatmulAllToAllFormats{kHalves};
 inline std::string WhyNoKernel(const MatmulAllToAllParams& p, FormatSet machine = kWgmmaFormats) {
-  const bool strided = p.rows.outer > 1 && (p.split_rows || p.concat_rows);
-  if (strided && p.rows.inner % kGemmTileM != 0) return kStraddlingTiles;
-  return WhyNotOperands(kMatmulAllToAllFormats, machine, p.dtype, p.out_dtype, p.k, p.n,
-                        p.transpose_rhs);
+  return WhyNotShards(kMatmulAllToAllFormats, machine, p);
 }
 
 inline AllToAllLayout CudaLayoutOf(const MatmulAllToAllParams& p, const GemmChoice& c) {
@@ -144,17 +141,7 @@ inline GemmChoice ChooseAllToAll(int world, int64_t rows, int64_t n, int64_t k, 
                                  const Machine& machine, bool transpose_rhs = false) {
   const int64_t k_bytes = k * SizeOf(dtype);
   const TileCosts costs = Loading(kScatterCosts, k_bytes, n * SizeOf(dtype), transpose_rhs);
-  const auto cost = [&](const GemmChoice& c) {
-    const int64_t m = world * RoundUp<int64_t>(rows, kGemmTileM * c.cluster_m);
-    return EstimateCost(c, m, n, k_bytes, machine, costs, kExposed / machine.LinkShare());
-  };
-  GemmChoice best{192, 1, 16};
-  for (const GemmChoice& c : kCompiled) {
-    if (cost(c) < cost(best)) best = c;
-  }
-  // Shorter raster groups, as ChooseGemm has them, where one shard is several.
-  if (best.cluster_m == 2 && rows > kGemmTileM * best.cluster_m * best.group_m) best.group_m = 4;
-  return best;
+  return ChooseForShards(world, rows, n, k_bytes, machine, costs);
 }
 
 // Store warps that may send at a time; 0: all. All do if the tiles are one wave.

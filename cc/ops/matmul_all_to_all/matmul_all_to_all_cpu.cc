@@ -5,20 +5,13 @@
 #include "core/shard_tiles.h"
 #include "ops/matmul_all_to_all/matmul_all_to_all.h"
 #include "runtime/cpu_matmul.h"
+#include "runtime/rank_call.h"
 
 namespace jflux {
 namespace {
 
-// One rank's call.
-struct Body {
-  const MatmulAllToAllParams& p;
+struct Body : RankCall<MatmulAllToAllParams, MatmulAllToAllArrays, AllToAllLayout> {
   const ShardTiling& tiling;
-  const MatmulAllToAllArrays& arrays;
-  const SymmetricView& view;
-  const WaitContext& ctx;
-  AllToAllLayout layout;
-  int64_t signals, data;  // offsets of this call's half in the workspace
-  Signal signal;
 
   // A tile's rows and columns in its shard.
   struct Span {
@@ -102,17 +95,8 @@ bool MatmulAllToAllCpu(const MatmulAllToAllParams& p, const ShardTiling& tiling,
                        const MatmulAllToAllArrays& arrays, const SymmetricView& view,
                        uint64_t epoch, const WaitContext& ctx) {
   const auto layout = AllToAllLayout::Make(p, tiling.tile_m, tiling.tile_n);
-  const WorkspaceLayout workspace = layout.Workspace();
   const ShardGrid grid{p.rows.world, layout.tiles_m, layout.tiles_n, /*group_m=*/1};
-  const Body body{p,
-                  tiling,
-                  arrays,
-                  view,
-                  ctx,
-                  layout,
-                  workspace.SignalOffset(epoch),
-                  workspace.DataOffset(epoch),
-                  MakeSignal(epoch, p.Signature())};
+  const Body body{{p, arrays, layout, view, epoch, ctx}, tiling};
   body.Compute(grid);
   return body.Receive(grid);
 }

@@ -6,14 +6,10 @@
 namespace jflux {
 namespace {
 
-struct Instances {
+struct Instances : MatmulAllToAllKernels {
   static constexpr OpFormats kFormats = kMatmulAllToAllFormats;
   static constexpr int kMostSplits = 1;
   static constexpr bool kMayLendStage = false;
-  template <typename Config>
-  static const void* Kernel() {
-    return reinterpret_cast<const void*>(&MatmulAllToAllKernel<Config>);
-  }
 };
 
 }  // namespace

@@ -271,11 +271,7 @@ struct MatmulAllToAllSm90 {
   };
 };
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    MatmulAllToAllKernel(const __grid_constant__ MatmulAllToAllArgs args) {
-  RunGemm<MatmulAllToAllSm90<Config>>(args);
-}
+JFLUX_GEMM_KERNEL(MatmulAllToAll);
 
 }  // namespace jflux
 

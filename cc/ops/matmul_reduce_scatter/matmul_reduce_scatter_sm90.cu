@@ -4,14 +4,10 @@
 namespace jflux {
 namespace {
 
-struct Instances {
+struct Instances : MatmulReduceScatterKernels {
   static constexpr OpFormats kFormats = kMatmulReduceScatterFormats;
   static constexpr int kMostSplits = kReduceSplits;
   static constexpr bool kMayLendStage = false;
-  template <typename Config>
-  static const void* Kernel() {
-    return reinterpret_cast<const void*>(&MatmulReduceScatterKernel<Config>);
-  }
 };
 
 }  // namespace

@@ -338,11 +338,7 @@ struct MatmulReduceScatterSm90 {
   };
 };
 
-template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    MatmulReduceScatterKernel(const __grid_constant__ MatmulReduceScatterArgs args) {
-  RunGemm<MatmulReduceScatterSm90<Config>>(args);
-}
+JFLUX_GEMM_KERNEL(MatmulReduceScatter);
 
 // Fills all fields except `signature`, `op` and `senders`.
 inline bool MakeScatterArgs(const MatmulReduceScatterParams& p,

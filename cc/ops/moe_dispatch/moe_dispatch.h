@@ -20,6 +20,7 @@
 #include "core/format.h"
 #include "core/platform.h"
 #include "core/signal.h"
+#include "gpu/machine.h"
 #include "jflux/shmem.h"
 #include "ops/moe_dispatch/expert_marks.h"
 #include "runtime/cuda_device.h"
@@ -197,8 +198,9 @@ bool MoeCombineCpu(const MoeCombineParams& params, const MoeCombineArrays& array
 
 // CTAs of an SM.
 inline constexpr int kMoeDispatchCtasPerSm = 1, kMoeCombineCtasPerSm = 4;
-// The most that a dispatch's CTA keeps in shared memory, of 227 KiB.
+// The most that a dispatch's CTA keeps in shared memory.
 inline constexpr int64_t kMostMoeDispatchScratch = 224 << 10;
+static_assert(kMostMoeDispatchScratch <= kHopper.smem_bytes);
 // The most choices of a token: a thread looks through them all.
 inline constexpr int kMostMoeSlots = 64;
 // What a combine's CTA keeps in shared memory at most.

@@ -42,8 +42,9 @@ struct Tables {
 constexpr int kTables = kWarps + 3;
 constexpr int64_t SmemBytes(int64_t experts) { return (kTables * experts + 1) * 4; }
 
-constexpr int64_t kMostExperts = 1536;
-static_assert(SmemBytes(kMostExperts) <= 232448);
+constexpr int64_t kMostExperts = 1536, kMostExpertsPortable = 720;
+static_assert(SmemBytes(kMostExperts) <= kHopper.smem_bytes &&
+              SmemBytes(kMostExpertsPortable) <= kPortable.smem_bytes);
 
 __device__ Tables TablesOf(int32_t* smem, int experts) {
   return Tables{smem, smem + kWarps * experts, smem + (kWarps + 1) * experts,

@@ -12,11 +12,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kCtasPerSm = 2;  // of chunks
 
-struct PacketsArgs {
-  PacketArgs packets;
-  RaggedParams params;
-  RaggedArrays arrays;
-};
+using PacketsArgs = PacketKernelArgs<RaggedParams, RaggedArrays>;
+using ChunkedArgs = ChunkKernelArgs<RaggedParams, RaggedArrays>;
 
 // kTables: p.HasTables(). Kernels without them are smaller, and begin up to a microsecond earlier.
 template <bool kTables>
@@ -31,12 +28,6 @@ __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
                            static_cast<int64_t>(gridDim.x) * kThreads);
   EndPackets(args.packets, cta, ok);
 }
-
-struct ChunkedArgs {
-  shmem::CallArgs call;
-  RaggedParams params;
-  RaggedArrays arrays;
-};
 
 template <bool kTables>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
@@ -70,14 +61,8 @@ bool LaunchChunked(const RaggedParams& p, const RaggedArrays& arrays, int64_t si
                    const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
                    std::string* error) {
   const int64_t blocks = Min<int64_t>(p.MostChunks(), kCtasPerSm * device.sm_count);
-  ChunkedArgs args{};
-  args.call.state = device.state;
-  args.call.view = view;
-  args.call.layout = p.ChunkedWorkspace();
-  args.call.signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(blocks).Get();
-  args.call.op = static_cast<uint32_t>(kRaggedAllToAllId);
-  args.params = p;
-  args.arrays = arrays;
+  ChunkedArgs args =
+      ChunkArgsFor(p, arrays, kRaggedAllToAllId, site, blocks, p.ChunkedWorkspace(), device, view);
   return LaunchKernel(KernelOf(p), &args, static_cast<int>(blocks), /*ctas=*/1, kThreads,
                       TableBytes(p), stream, error);
 }

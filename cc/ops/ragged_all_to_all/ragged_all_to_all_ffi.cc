@@ -5,8 +5,7 @@
 
 #include "ops/ragged_all_to_all/ragged_all_to_all.h"
 #include "runtime/fault.h"
-#include "runtime/ffi.h"
-#include "runtime/op.h"
+#include "runtime/handlers.h"
 
 #ifdef JFLUX_WITH_CUDA
 #include "runtime/cuda_call.h"
@@ -18,9 +17,8 @@ namespace {
 
 // Fields of a call: world, slices, batch, output_rows, row_bytes and chunked. Of the plan:
 // workspace_bytes.
-bool PlanRaggedAllToAll(const Fields& fields, const Machine&, Fields* plan, std::string* why_not) {
+bool PlanRaggedAllToAll(CallReader& call, const Machine&, Fields* plan, std::string* why_not) {
   constexpr int64_t kMost = int64_t{1} << 31;
-  CallReader call(fields);
   RaggedParams p{};
   p.world = static_cast<int32_t>(call.Get("world", 1, kMaxRanks));
   p.slices = static_cast<int32_t>(call.Get("slices", 1, 1 << 20));
@@ -42,123 +40,72 @@ struct Attributes {
 
   void Read(AttributeReader& read) {
     call.Read(read);
-    read("batch", &batch);
-    read("row_bytes", &row_bytes);
-    read("chunked", &chunked);
+    read("batch", &batch)("row_bytes", &row_bytes)("chunked", &chunked);
   }
 };
 
-struct Operands {
-  ffi::AnyBuffer operand, output, input_offsets, send_sizes, output_offsets, recv_sizes;
-};
+struct Call : CallOf<kRaggedAllToAllId, RaggedAllToAllCpu, LaunchRaggedAllToAll> {
+  // The lowering asks XLA to give `output` and the result one buffer. XLA for GPUs does not always
+  // do so in a loop's body; then `output` is copied.
+  const void* copied = nullptr;
+  size_t bytes = 0;
 
-// The parameters of the call; empty if operands do not fit.
-std::optional<RaggedParams> ParamsOf(const Attributes& a, const Operands& o,
-                                     const ffi::AnyBuffer& y) {
-  const auto sizes = static_cast<int64_t>(o.input_offsets.element_count());
-  for (const ffi::AnyBuffer* array :
-       {&o.input_offsets, &o.send_sizes, &o.output_offsets, &o.recv_sizes}) {
-    if (array->element_type() != ffi::DataType::S32 ||
-        static_cast<int64_t>(array->element_count()) != sizes) {
-      return std::nullopt;
+  std::string Read(const Attributes& a, ffi::AnyBuffer operand, ffi::AnyBuffer output,
+                   ffi::AnyBuffer input_offsets, ffi::AnyBuffer send_sizes,
+                   ffi::AnyBuffer output_offsets, ffi::AnyBuffer recv_sizes,
+                   ffi::Result<ffi::AnyBuffer> y) {
+    const auto sizes = static_cast<int64_t>(input_offsets.element_count());
+    for (const ffi::AnyBuffer* array :
+         {&input_offsets, &send_sizes, &output_offsets, &recv_sizes}) {
+      if (array->element_type() != ffi::DataType::S32 ||
+          static_cast<int64_t>(array->element_count()) != sizes) {
+        return kDoNotFit;
+      }
     }
+    const auto operand_bytes = static_cast<int64_t>(operand.size_bytes());
+    const auto output_bytes = static_cast<int64_t>(output.size_bytes());
+    if (operand.element_type() != y->element_type() || y->element_type() != output.element_type() ||
+        output.size_bytes() != y->size_bytes() || a.batch < 1 || a.row_bytes < 1 || sizes < 1 ||
+        a.batch > sizes || sizes % (a.call.world * a.batch) != 0 || sizes >= 1 << 28) {
+      return kDoNotFit;
+    }
+    const int64_t entry = a.batch * a.row_bytes, most = int64_t{1} << 31;
+    if (operand_bytes % entry != 0 || output_bytes % entry != 0 || output_bytes == 0 ||
+        operand_bytes / a.row_bytes >= most || output_bytes / a.row_bytes >= most) {
+      return kDoNotFit;
+    }
+    p.world = static_cast<int32_t>(a.call.world);
+    p.slices = static_cast<int32_t>(sizes / (a.call.world * a.batch));
+    p.batch = static_cast<int32_t>(a.batch);
+    p.operand_rows = operand_bytes / entry;
+    p.output_rows = output_bytes / entry;
+    p.row_bytes = a.row_bytes;
+    p.chunked = a.chunked;
+    const auto numbers = [](const ffi::AnyBuffer& array) {
+      return static_cast<const int32_t*>(array.untyped_data());
+    };
+    arrays = {operand.untyped_data(), y->untyped_data(),       numbers(input_offsets),
+              numbers(send_sizes),    numbers(output_offsets), numbers(recv_sizes)};
+    bytes = y->size_bytes();
+    if (output.untyped_data() != arrays.y) copied = output.untyped_data();
+    return "";
   }
-  const auto operand_bytes = static_cast<int64_t>(o.operand.size_bytes());
-  const auto output_bytes = static_cast<int64_t>(o.output.size_bytes());
-  if (o.operand.element_type() != y.element_type() || y.element_type() != o.output.element_type() ||
-      o.output.size_bytes() != y.size_bytes() || a.batch < 1 || a.row_bytes < 1 || sizes < 1 ||
-      a.batch > sizes || sizes % (a.call.world * a.batch) != 0 || sizes >= 1 << 28) {
-    return std::nullopt;
+  int64_t WorkspaceBytes() const { return p.WorkspaceBytes(); }
+  bool Run(const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) const {
+    if (copied != nullptr) std::memcpy(arrays.y, copied, bytes);
+    return CallOf::Run(view, epoch, ctx);
   }
-  const int64_t entry = a.batch * a.row_bytes, most = int64_t{1} << 31;
-  if (operand_bytes % entry != 0 || output_bytes % entry != 0 || output_bytes == 0 ||
-      operand_bytes / a.row_bytes >= most || output_bytes / a.row_bytes >= most) {
-    return std::nullopt;
-  }
-  RaggedParams p{};
-  p.world = static_cast<int32_t>(a.call.world);
-  p.slices = static_cast<int32_t>(sizes / (a.call.world * a.batch));
-  p.batch = static_cast<int32_t>(a.batch);
-  p.operand_rows = operand_bytes / entry;
-  p.output_rows = output_bytes / entry;
-  p.row_bytes = a.row_bytes;
-  p.chunked = a.chunked;
-  return p;
-}
-
-RaggedArrays ArraysOf(const Operands& o, const ffi::AnyBuffer& y) {
-  const auto numbers = [](const ffi::AnyBuffer& array) {
-    return static_cast<const int32_t*>(array.untyped_data());
-  };
-  return RaggedArrays{o.operand.untyped_data(), y.untyped_data(),          numbers(o.input_offsets),
-                      numbers(o.send_sizes),    numbers(o.output_offsets), numbers(o.recv_sizes)};
-}
-
-ffi::Error DoNotFit() { return InvalidArgument("ragged_all_to_all: operands do not fit"); }
-
-// The lowering asks XLA to give `output` and the result one buffer. XLA for GPUs does not always do
-// so in a loop's body; then `output` is copied.
-bool InPlace(const ffi::AnyBuffer& output, const ffi::AnyBuffer& y) {
-  return output.untyped_data() == y.untyped_data();
-}
-
-ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Dictionary attributes,
-                ffi::AnyBuffer operand, ffi::AnyBuffer output, ffi::AnyBuffer input_offsets,
-                ffi::AnyBuffer send_sizes, ffi::AnyBuffer output_offsets, ffi::AnyBuffer recv_sizes,
-                ffi::Result<ffi::AnyBuffer> y) {
-  Attributes a;
-  if (auto refused = ReadAttributes(kRaggedAllToAllId, attributes, &a)) {
-    return FailedFuture(*refused);
-  }
-  const Operands o{operand, output, input_offsets, send_sizes, output_offsets, recv_sizes};
-  const auto p = ParamsOf(a, o, *y);
-  if (!p) return FailedFuture(DoNotFit());
-  if (!InPlace(output, *y)) std::memcpy(y->untyped_data(), output.untyped_data(), y->size_bytes());
-  return JoinFfiCall(kRaggedAllToAllId, site, run_id, device, a.call, p->WorkspaceBytes(),
-                     [p = *p, arrays = ArraysOf(o, *y)](const SymmetricView& view, uint64_t epoch,
-                                                        const WaitContext& ctx) {
-                       return RaggedAllToAllCpu(p, arrays, view, epoch, ctx);
-                     });
-}
-
-// Operands and result.
-constexpr auto Bindings = [](auto binding) {
-  return std::move(binding)
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>();
-};
-XLA_FFI_DEFINE_HANDLER(kRaggedAllToAllCpu, Cpu, Bindings(BindCpu()));
-
 #ifdef JFLUX_WITH_CUDA
-ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes,
-                ffi::AnyBuffer operand, ffi::AnyBuffer output, ffi::AnyBuffer input_offsets,
-                ffi::AnyBuffer send_sizes, ffi::AnyBuffer output_offsets, ffi::AnyBuffer recv_sizes,
-                ffi::Result<ffi::AnyBuffer> y) {
-  Attributes a;
-  if (auto refused = ReadAttributes(kRaggedAllToAllId, attributes, &a)) return *refused;
-  const Operands o{operand, output, input_offsets, send_sizes, output_offsets, recv_sizes};
-  const auto p = ParamsOf(a, o, *y);
-  if (!p) return DoNotFit();
-  return LaunchCudaCall(
-      kRaggedAllToAllId, ordinal, a.call, p->WorkspaceBytes(),
-      [&](const CudaDevice& device, const SymmetricView& view, std::string* error) -> bool {
-        if (!InPlace(output, *y)) {
-          JFLUX_CUDA_OR_FALSE(cudaMemcpyAsync(y->untyped_data(), output.untyped_data(),
-                                              y->size_bytes(), cudaMemcpyDeviceToDevice, stream),
-                              error);
-        }
-        return LaunchRaggedAllToAll(*p, ArraysOf(o, *y), a.call.site, device, view, stream, error);
-      });
-}
-
-XLA_FFI_DEFINE_HANDLER(kRaggedAllToAllCuda, Cuda, Bindings(BindCuda()),
-                       {ffi::Traits::kCmdBufferCompatible});
+  bool Launch(int64_t site, const CudaDevice& device, const SymmetricView& view,
+              cudaStream_t stream, std::string* error) const {
+    if (copied != nullptr) {
+      JFLUX_CUDA_OR_FALSE(
+          cudaMemcpyAsync(arrays.y, copied, bytes, cudaMemcpyDeviceToDevice, stream), error);
+    }
+    return CallOf::Launch(site, device, view, stream, error);
+  }
 #endif
+};
 
 // moe_dispatch fails by a first offset of INT32_MIN and the number of slots that it may not drop
 // (jflux/_ops/experts/_ragged_dispatch.py).
@@ -179,16 +126,10 @@ std::string Meaning(const Fault& fault) {
 
 // Listed in cc/ops/registry.cc.
 extern const Op kRaggedAllToAllOp;
-const Op kRaggedAllToAllOp = {kRaggedAllToAllId,
-                              "ragged_all_to_all",
-                              kRaggedAllToAllCpu,
-                              JFLUX_IF_CUDA(kRaggedAllToAllCuda),
-                              kMovesBytes,
-                              kMovesBytes,
+const Op kRaggedAllToAllOp = {kRaggedAllToAllId,           "ragged_all_to_all", OnCpu<Call>,
+                              JFLUX_IF_CUDA(OnCuda<Call>), kMovesBytes,         kMovesBytes,
                               PlanRaggedAllToAll,
                               /*most_splits=*/1,
-                              /*constants=*/nullptr,
-                              kRaggedArguments,
-                              Meaning};
+                              /*constants=*/nullptr,       kRaggedArguments,    Meaning};
 
 }  // namespace jflux
