@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import RANKS, assert_close, exact, normal
+from harness import RANKS
 from jax.sharding import PartitionSpec as P
 
 import jflux
+from jflux._stress.calls import assert_close, exact, normal
 
 VMA = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, RANKS, compiled_text, fused_calls, make_mesh, normal, run
+from harness import PLATFORM, RANKS, compiled_text, fused_calls, make_mesh, run
 from jax._src.ad_checkpoint import saved_residuals
 from jax.sharding import PartitionSpec as P
 from layers import VMA, assert_near, in_float64
 
 import jflux
 from jflux._ops.products import matmul_all_reduce
-from jflux._stress.calls import x64_if
+from jflux._stress.calls import normal, x64_if
 
 WORLD = min(RANKS, 4)
 DTYPE = jnp.float64 if PLATFORM == "cpu" else jnp.bfloat16

@@ -7,21 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    PLATFORM,
-    PRODUCTS,
-    RANKS,
-    Call,
-    assert_close,
-    check_values,
-    exact,
-    make_mesh,
-    normal,
-    of_way,
-    operands,
-    per_device,
-    run,
-)
+from harness import PLATFORM, PRODUCTS, RANKS, check_values, make_mesh, of_way, run
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from layers import (
@@ -32,6 +18,7 @@ from layers import (
 )
 
 import jflux
+from jflux._stress.calls import Call, assert_close, exact, normal, operands, per_device
 
 #: Runs of each of two threads at once.
 ORDERED_RUNS = 2000 if PLATFORM == "gpu" else 40

@@ -8,20 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    OPS,
-    RANKS,
-    assert_close,
-    each_call,
-    exact_vjp,
-    fused_calls,
-    make_mesh,
-    normal,
-    of_way,
-    operands,
-    per_device,
-    run,
-)
+from harness import OPS, RANKS, each_call, exact_vjp, fused_calls, make_mesh, of_way, run
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from layers import (
@@ -36,6 +23,7 @@ from jflux import testing
 from jflux._ops._spec import all_ops, collectives
 from jflux._ops.collectives.all_reduce import ALGORITHMS
 from jflux._ops.products import matmul_all_reduce
+from jflux._stress.calls import assert_close, normal, operands, per_device
 
 EACH = each_call(lead=(3,), k=8, n=8, dtype=jnp.bfloat16)
 

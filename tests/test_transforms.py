@@ -6,22 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    PLATFORM,
-    RANKS,
-    Call,
-    assert_close,
-    compiled_text,
-    dots,
-    exact,
-    exact_vjp,
-    fused_calls,
-    make_mesh,
-    normal,
-    operands,
-    per_device,
-    run,
-)
+from harness import PLATFORM, RANKS, compiled_text, dots, exact_vjp, fused_calls, make_mesh, run
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from layers import (
@@ -33,6 +18,8 @@ from layers import (
     layer_operands,
     mlp_layer,
 )
+
+from jflux._stress.calls import Call, assert_close, exact, normal, operands, per_device
 
 GATHER = Call("all_gather_matmul", lead=(3,), k=8, n=6, dtype=jnp.bfloat16)
 SCATTER = Call("matmul_reduce_scatter", lead=(3,), k=8, n=6, dtype=jnp.bfloat16)
