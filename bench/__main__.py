@@ -32,7 +32,7 @@ def main() -> int:
     jflux.init(heap_bytes=8 << 30)
     jflux.config.update(strict=True)
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), ("tp",))
-    others = peers.start([name for name in args.peers.split(",") if name], mesh)
+    others = peers.start(filter(None, args.peers.split(",")), peers.PEERS, mesh)
 
     def measure(shape: shapes.Shape) -> command.Row:
         try:

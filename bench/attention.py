@@ -50,7 +50,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 from jflux._tools import trials
 
-from . import attention_peers, command, rates
+from . import attention_peers, command, peers, rates
 from .moe import MEMORY
 from .peers import Unavailable
 
@@ -376,7 +376,7 @@ def table(ranks: int) -> command.Table:
 def main() -> int:
     args = command.parse(__doc__, lists=",".join(LISTS))
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), ("cp",))
-    others = attention_peers.start([name for name in args.peers.split(",") if name], mesh)
+    others = peers.start(filter(None, args.peers.split(",")), attention_peers.PEERS, mesh)
     one = functools.partial(measure, others=others)
     table(args.ranks).measure_cases(args, LISTS, one)
     return 0

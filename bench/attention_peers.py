@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -119,17 +118,6 @@ PEERS: dict[str, Callable[[Mesh], Peer]] = {
     "transformer_engine": TransformerEngine,
     "flash_attn3": FlashAttention3,
 }
-
-
-def start(names: list[str], mesh: Mesh) -> list[Peer]:
-    """Those of them that are installed; says why others are not here."""
-    found = []
-    for name in names:
-        try:
-            found.append(PEERS[name](mesh))
-        except Unavailable as e:
-            print(e, file=sys.stderr)
-    return found
 
 
 def program(

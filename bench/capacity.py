@@ -6,14 +6,13 @@ tokens beyond them are dropped. Of one rank, inside shard_map, with experts spli
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-if TYPE_CHECKING:
-    from .experts import Case
+from .mixtures import Case
 
 CAPACITY = 1.25
 

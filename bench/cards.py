@@ -12,11 +12,10 @@ from . import (
     collectives,
     compare,
     experts,
-    gathered,
     grids,
+    mixtures,
     moe,
     renew,
-    scattered,
     shapes,
     xla,
 )
@@ -27,8 +26,8 @@ from .shapes import Shape
 CASES = {
     "attention": [case.name for cases in attention.LISTS.values() for case in cases],
     "experts": [case.name for cases in experts.LISTS.values() for case in cases],
-    "gathered": [case.name for cases in gathered.LISTS.values() for case in cases],
-    "scattered": [case.name for cases in scattered.LISTS.values() for case in cases],
+    "gathered": [case.name for cases in mixtures.LISTS.values() for case in cases],
+    "scattered": [case.name for cases in mixtures.LISTS.values() for case in cases],
     "xla": [xla.name_of(shape) for listed in xla.LISTS.values() for shape in listed],
     "moe": [f"{case.name}, {kind}" for case in moe.LISTS.values() for kind in moe.SIZES],
 }

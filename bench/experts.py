@@ -51,20 +51,9 @@ from jflux._tools import trials
 
 from . import capacity, command
 from .collectives import CAPTURED
+from .mixtures import Case, random_choices
 
 LINK = 360e9  # bytes a second and direction, what the links carry alone (docs/experiments/0003)
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A layer: `tokens` of each rank (dispatch) or of all (layer), experts of `hidden` units."""
-
-    name: str
-    tokens: int
-    width: int
-    experts: int
-    k: int
-    hidden: int = 0
 
 
 LISTS: dict[str, list[Case]] = {
@@ -83,12 +72,6 @@ LISTS: dict[str, list[Case]] = {
         Case("Qwen3-30B-A3B, 8192 tokens", 8192, 2048, 128, 8, 768),
     ],
 }  # fmt: skip
-
-
-def random_choices(case: Case, tokens: int) -> jax.Array:
-    """[tokens, k], experts that are all different."""
-    rng = np.random.default_rng(5)
-    return jnp.asarray(rng.random((tokens, case.experts)).argsort(1)[:, : case.k], jnp.int32)
 
 
 def _timed(

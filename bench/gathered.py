@@ -17,7 +17,6 @@ one rank nothing is gathered, and C is empty.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -33,22 +32,11 @@ from jflux import moe
 from jflux._ops.experts import all_gather_grouped_matmul
 from jflux._tools import trials
 
-from . import command
-from .experts import Case, random_choices
-
-LISTS: dict[str, list[Case]] = {
-    "mixtral": [
-        Case(f"Mixtral, {tokens} tokens", tokens, 4096, 8, 2, 14336)
-        for tokens in (1024, 8192, 16384)
-    ],
-    "qwen3": [
-        Case("Qwen3-30B-A3B, 8192 tokens", 8192, 2048, 128, 8, 768),
-        Case("Qwen3-235B-A22B, 8192 tokens", 8192, 4096, 128, 8, 1536),
-    ],
-}  # fmt: skip
+from . import mixtures
+from .mixtures import Case
 
 
-def steps_of(case: Case, routing: moe.Routing) -> dict[str, Callable[..., jax.Array]]:
+def steps_of(routing: moe.Routing) -> dict[str, Callable[..., jax.Array]]:
     """Functions of (x, rows, gate, up) of one rank: x [T/N, d], rows [T k, d]."""
 
     def layer(x: Any, rows: Any, gate: Any, up: Any) -> jax.Array:
@@ -94,10 +82,6 @@ def check(case: Case, chosen: np.ndarray, y: Any, two: Any, args: Any) -> float:
 def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     """One row of the table."""
     mesh = Mesh(np.array(jax.devices()[:ranks]), ("tp",))
-    chosen = random_choices(case, case.tokens)
-    routing = jax.jit(moe.route, static_argnums=1)(chosen, case.experts)
-    # The same on all ranks: a constant of the programs would be folded into them.
-    routing = jax.device_put(routing, jax.sharding.NamedSharding(mesh, P()))
     columns, scale = P(None, None, "tp"), case.width**-0.5
     weights = (case.experts, case.width, case.hidden)
     args = (
@@ -106,74 +90,22 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
         trials.normal(mesh, columns, weights, jnp.bfloat16, seed=3, scale=scale),
         trials.normal(mesh, columns, weights, jnp.bfloat16, seed=4, scale=scale),
     )
-    specs = (P("tp"), P(), columns, columns, P())
-    iterations = 4 * trials.CALLS_IN_A_BODY + 1
-    programs: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-    for name in ("J", "two", "G", "C"):
-        if name == "C" and ranks == 1:
-            continue
-
-        def once(x: Any, rows: Any, gate: Any, up: Any, routing: Any, name: str = name) -> Any:
-            return steps_of(case, routing)[name](x, rows, gate, up)
-
-        def chain(x: Any, rows: Any, gate: Any, up: Any, routing: Any, once: Any = once) -> Any:
-            # Each call's x takes an element of the last one's result.
-            def some(count: int, x: Any, y: Any) -> Any:
-                for _ in range(count):
-                    x = lax.dynamic_update_slice(x, y[:1, :1], (0, 0))
-                    y = once(x, rows, gate, up, routing)
-                return x, y
-
-            carry = x, once(x, rows, gate, up, routing)
-            body = trials.CALLS_IN_A_BODY
-            return lax.fori_loop(0, iterations // body, lambda _, c: some(body, *c), carry)[1]
-
-        out = P("tp") if name == "C" else P(None, "tp")  # of C each rank has all
-        with jflux.config(always=name == "J"):
-            program = trials.compiled(chain, mesh, specs, out, *args, routing)
-            if name in ("J", "two"):
-                values[name] = trials.compiled(once, mesh, specs, out, *args, routing)(
-                    *args, routing
-                )
-        target = f'custom_call_target="jflux_{all_gather_grouped_matmul.OP}"'
-        if name == "J" and target not in program.as_text():
-            raise RuntimeError(f"{case.name}: no kernel takes the call")
-        programs[name] = trials.run_of(program, *args, routing)
-    error = check(case, np.asarray(chosen), values["J"], values["two"], args)
-    if not error <= 3:
-        raise RuntimeError(f"{case.name}: an error of {error:.3g} roundings")
-    del values
-    timings = trials.interleave(programs, iterations, rounds)
-    return {"case": dataclasses.asdict(case), "error": error} | {
-        name: dataclasses.asdict(timing) for name, timing in timings.items()
-    }
-
-
-HEADING = "case | J ms | two ms | G ms | C ms | two / J | F / J | J TF/s | error"
+    outs = {name: P(None, "tp") for name in ("J", "two", "G")}
+    if ranks > 1:
+        outs["C"] = P("tp")  # each rank has all
+    return mixtures.measure(
+        case, mesh, rounds, all_gather_grouped_matmul.OP, steps_of, args,
+        (P("tp"), P(), columns, columns), outs,
+        lambda chosen, y, two: check(case, chosen, y, two, args),
+    )  # fmt: skip
 
 
 def cells(row: dict[str, Any], ranks: int) -> list[str]:
-    ms = {name: row[name]["median"] * 1e3 for name in ("J", "two", "G", "C") if name in row}
-    case = Case(**row["case"])
-    flops = 4.0 * case.tokens * case.k * case.width * case.hidden / ranks
-    return [
-        case.name, *(f"{ms[c]:.3f}" if c in ms else "" for c in ("J", "two", "G", "C")),
-        f"{ms['two'] / ms['J']:.2f}", f"{max(ms['G'], ms.get('C', 0)) / ms['J']:.2f}",
-        f"{flops / ms['J'] / 1e9:.0f}", f"{row['error']:.2f}",
-    ]  # fmt: skip
+    return mixtures.cells(row, ranks, products=2)
 
 
 def main() -> int:
-    args = command.parse(__doc__, lists=",".join(LISTS))
-    jflux.init(heap_bytes=4 << 30)
-    jflux.config.update(strict=True)
-    table = command.Table(
-        "gathered", lambda row: Case(**row["case"]), lambda _: HEADING,
-        command.joined(lambda row: cells(row, args.ranks)),
-    )  # fmt: skip
-    table.measure_cases(args, LISTS, measure)
-    return 0
+    return mixtures.main(__doc__, "gathered", measure, cells)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from jax import lax
 import jflux
 from jflux._tools import trials
 
-from . import command, moe_peers, rates
+from . import command, moe_peers, peers, rates
 from .peers import Unavailable
 
 MEMORY = {"NVIDIA H100": 3.0e12, "NVIDIA H200": 4.3e12}  # bytes a second, as copies reach
@@ -269,7 +269,7 @@ TABLE = command.Table(
 def main() -> int:
     args = command.parse(__doc__, lists=",".join(LISTS))
     jflux.config.update(strict=True)
-    others = moe_peers.start([name for name in args.peers.split(",") if name])
+    others = peers.start(filter(None, args.peers.split(",")), moe_peers.PEERS)
 
     def row_of(case: Case, kind: str) -> command.Row:
         try:

@@ -10,7 +10,6 @@ moves tokens, and has no binding for JAX.
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -87,14 +86,3 @@ class Torch:
 
 
 PEERS: dict[str, Callable[[], Peer]] = {"tokamax": Tokamax, "torch": Torch}
-
-
-def start(names: list[str]) -> list[Peer]:
-    """Those of them that can run here; says why others cannot."""
-    found = []
-    for name in names:
-        try:
-            found.append(PEERS[name]())
-        except Unavailable as e:
-            print(e, file=sys.stderr)
-    return found

@@ -18,8 +18,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -193,12 +193,15 @@ class Torch:
 PEERS: dict[str, Callable[[Mesh], Peer]] = {"pallas": Pallas, "torch": Torch}
 
 
-def start(names: list[str], mesh: Mesh) -> list[Peer]:
-    """Those of them that can run here; says why others cannot."""
+P = TypeVar("P")
+
+
+def start(names: Iterable[str], makers: Mapping[str, Callable[..., P]], *given: Any) -> list[P]:
+    """Of the names that have a maker, those that can run here; says why others cannot."""
     found = []
     for name in names:
         try:
-            found.append(PEERS[name](mesh))
+            found.append(makers[name](*given))
         except Unavailable as e:
             print(e, file=sys.stderr)
     return found

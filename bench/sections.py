@@ -17,6 +17,7 @@ from . import (
     gathered,
     grids,
     maxtext,
+    mixtures,
     moe,
     products,
     scattered,
@@ -135,10 +136,19 @@ def _grids_legend(result: dict) -> str:
     )
 
 
-_HIDDEN_UNITS = (
-    "The experts' hidden units are split over the ranks. J is one kernel, `two` the two steps of "
-    "jflux, G and C their product and their collective alone; F is max(G, C)."
-)
+def _of_split_mixtures(heading: str, kind: str, cells: Callable[[dict, int], list[str]]) -> Section:
+    return Section(
+        _of(heading),
+        kind,
+        _always(
+            "The experts' hidden units are split over the ranks. J is one kernel, `two` the two "
+            "steps of jflux, G and C their product and their collective alone; F is max(G, C)."
+        ),
+        lambda result: filled_table(
+            mixtures.HEADING.split(" | "), [cells(row, ranks_of(result)) for row in result[kind]]
+        ),
+    )
+
 
 #: In the order of the page.
 SECTIONS: dict[str, Section] = {
@@ -229,23 +239,11 @@ SECTIONS: dict[str, Section] = {
         ),
         lambda result: expert_tables(result["experts"]),
     ),
-    "gathered": Section(
-        _of("Gathered rows and a grouped product, bf16"),
-        "gathered",
-        _always(_HIDDEN_UNITS),
-        lambda result: filled_table(
-            gathered.HEADING.split(" | "),
-            [gathered.cells(row, ranks_of(result)) for row in result["gathered"]],
-        ),
+    "gathered": _of_split_mixtures(
+        "Gathered rows and a grouped product, bf16", "gathered", gathered.cells
     ),
-    "scattered": Section(
-        _of("A grouped product and scattered sums, bf16"),
-        "scattered",
-        _always(_HIDDEN_UNITS),
-        lambda result: filled_table(
-            scattered.HEADING.split(" | "),
-            [scattered.cells(row, ranks_of(result)) for row in result["scattered"]],
-        ),
+    "scattered": _of_split_mixtures(
+        "A grouped product and scattered sums, bf16", "scattered", scattered.cells
     ),
     "collectives": Section(
         lambda result: _of(

@@ -22,7 +22,6 @@ timed. `--without W` leaves out what begins so: an option of XLA may end the pro
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -195,12 +194,9 @@ def main() -> int:
     jflux.init(heap_bytes=8 << 30)
     jflux.config.update(strict=True)
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), ("tp",))
-    wanted = {
-        shape: functools.partial(measure, shape, mesh, args.rounds, args.without)
-        for name in args.lists.split(",")
-        for shape in LISTS[name]
-    }
-    TABLE.measure(args, wanted)
+    TABLE.measure_cases(
+        args, LISTS, lambda shape, _, rounds: measure(shape, mesh, rounds, args.without)
+    )
     return 0
 
 

@@ -38,7 +38,7 @@ import functools
 import os
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +307,26 @@ def parse_arguments() -> tuple[argparse.Namespace, Preset]:
     return args, size
 
 
+def train(
+    runs: Mapping[str, Any], args: argparse.Namespace, steps: int, batch: int, seq: int, title: str
+) -> None:
+    """Trains the first run, and the others for the first `args.compare` steps; says and draws what
+    came of it."""
+    text = standard_library()
+    split = len(text) * 9 // 10
+    training = batches(text[:split], batch, seq, args.seed)
+    first, *others = runs.values()
+    for step in (bar := tqdm(range(steps), desc="train", mininterval=1.0)):
+        tokens, targets = next(training)
+        first.step(tokens, targets)
+        for other in others if step < args.compare else []:
+            other.step(tokens, targets)
+        bar.set_postfix(loss=f"{first.losses[-1]:.3f}", refresh=False)
+    validation = batches(text[split:], batch, seq, args.seed)
+    report(runs, [next(validation) for _ in range(4)])
+    plot(runs, args.out / "loss.png", title, "nats per byte")
+
+
 def main() -> None:
     args, size = parse_arguments()
     schedule = schedule_of(size.steps, size.learning_rate)
@@ -320,19 +340,7 @@ def main() -> None:
     )
     print(f"{title}; {size.layers} layers of {trained.config.width}, batch {batch} x {seq} bytes")
 
-    text = standard_library()
-    split = len(text) * 9 // 10
-    training = batches(text[:split], batch, seq, args.seed)
-    for step in (bar := tqdm(range(size.steps), desc="train", mininterval=1.0)):
-        tokens, targets = next(training)
-        first.step(tokens, targets)
-        for other in [*runs.values()][1:] if step < args.compare else []:
-            other.step(tokens, targets)
-        bar.set_postfix(loss=f"{first.losses[-1]:.3f}", refresh=False)
-
-    validation = batches(text[split:], batch, seq, args.seed)
-    report(runs, [next(validation) for _ in range(4)])
-    plot(runs, args.out / "loss.png", title, "nats per byte")
+    train(runs, args, size.steps, batch, seq, title)
 
     prompt = np.frombuffer(b"def __init__(self", np.uint8)[: seq // 2]
     window = np.zeros((trained.rows, seq), np.int32)

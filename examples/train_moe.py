@@ -40,10 +40,9 @@ import jax
 import jax.numpy as jnp
 import moe_model
 import numpy as np
-from grid_training import plot, report, round_up, schedule_of
+from grid_training import round_up, schedule_of
 from jax.sharding import Mesh
-from tqdm import tqdm
-from train_gpt import PRESETS, SIZES, Preset, Trainer, batches, standard_library
+from train_gpt import PRESETS, SIZES, Preset, Trainer, train
 
 import jflux
 
@@ -112,7 +111,7 @@ def main() -> None:
         name: MoETrainer(dataclasses.replace(config, ops=module), mesh, schedule, args.seed)
         for name, module in ops.items()
     }
-    first, *others = runs.values()
+    first = next(iter(runs.values()))
     seq, batch = round_up(size.seq, tp), round_up(size.batch, data * expert)
     parameters = sum(math.prod(p.shape) for p in jax.tree.leaves(first.state[0]))
     title = (
@@ -124,18 +123,7 @@ def main() -> None:
         f"{config.hidden}, batch {batch} x {seq} bytes"
     )
 
-    text = standard_library()
-    split = len(text) * 9 // 10
-    training = batches(text[:split], batch, seq, args.seed)
-    for step in (bar := tqdm(range(size.steps), desc="train", mininterval=1.0)):
-        tokens, targets = next(training)
-        first.step(tokens, targets)
-        for other in others if step < args.compare else []:
-            other.step(tokens, targets)
-        bar.set_postfix(loss=f"{first.losses[-1]:.3f}", refresh=False)
-    validation = batches(text[split:], batch, seq, args.seed)
-    report(runs, [next(validation) for _ in range(4)])
-    plot(runs, args.out / "loss.png", title, "nats per byte")
+    train(runs, args, size.steps, batch, seq, title)
 
 
 if __name__ == "__main__":

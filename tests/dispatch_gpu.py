@@ -14,12 +14,9 @@ without waits: they must be wrong. It runs on CPUs too.
 
 from __future__ import annotations
 
-import argparse
-import collections
 import functools
 import os
 import sys
-import time
 from typing import Any
 
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
@@ -27,9 +24,10 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gathered_gpu import draw_chosen
+import random_checks
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from routed import draw_chosen
 
 import jflux
 from jflux import testing
@@ -193,61 +191,32 @@ def check_graphs(ranks: int, rounds: int = 4) -> tuple[str, str, float]:
 
 
 def check_waits(ranks: int) -> tuple[str, str, float]:
-    """That values do come from the peers: without waits some are wrong."""
     rng = np.random.default_rng(9)
     f = per_rank(there_and_back, ranks, num_experts=4 * ranks)
-    wrong = 0
-    for _ in range(6):
+
+    def draw_args() -> tuple[Any, ...]:
         drawn = draw(rng, ranks, 200, 3, 4 * ranks, (1024,))
-        args = [jnp.asarray(a, t) for a, t in zip(drawn, ("bfloat16", "i4", "f4"), strict=True)]
-        right = np.asarray(f(*args)[3])
-        testing.poison_workspaces()
-        with testing.planted_faults(skip_waits=True, max_delay_us=5000):
-            wrong += np.asarray(f(*args)[3]).tobytes() != right.tobytes()
-    if not wrong:
-        raise AssertionError("waits that are left out do not show")
+        types = ("bfloat16", "i4", "f4")
+        return tuple(jnp.asarray(a, t) for a, t in zip(drawn, types, strict=True))
+
+    random_checks.check_waits(lambda *args: f(*args)[3], draw_args)
     return "no waits", "must be wrong", 0.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--calls", type=int, default=120)
+    parser = random_checks.parser(__doc__, calls=120, limit=300)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=300, help="seconds")
     args = parser.parse_args()
     jflux.config.update(strict=True, always=True)
     jflux.init(deadline_seconds=20)  # a rank that hangs is told of soon
-    until = time.monotonic() + args.limit
-    found: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
-    wrong = []
-
-    def attempt(what: str, run: Any, *given: Any) -> bool:
-        """False: the device is lost."""
-        try:
-            name, form, worst = run(*given)
-            found[name, form].append(worst)
-        except Exception as error:
-            wrong.append(f"{what}: {type(error).__name__}: {str(error)[:400]}")
-            print(wrong[-1], flush=True)
-            return not isinstance(error, jax.errors.JaxRuntimeError)
-        return True
-
-    alive = attempt("graphs", check_graphs, args.ranks)
-    if alive:
-        alive = attempt("waits", check_waits, args.ranks)
+    checks = random_checks.Checks(args.limit)
+    checks.run("graphs", check_graphs, args.ranks)
+    checks.run("waits", check_waits, args.ranks)
     for seed in range(args.seed, args.seed + args.calls):
-        if not alive or time.monotonic() > until or len(wrong) >= 12:
+        if not checks.go_on():
             break
-        alive = attempt(f"seed {seed}", check, seed, args.ranks)
-        print(f"{sum(map(len, found.values()))} calls right, {len(wrong)} wrong", flush=True)
-    print(f"\n{'type':10} {'layout':18} calls  largest error / bound")
-    for (name, form), errors in sorted(found.items()):
-        print(f"{name:10} {form:18} {len(errors):5}  {max(errors):.2f}")
-    print(f"{sum(map(len, found.values()))} calls right, {len(wrong)} wrong")
-    return 1 if wrong or not found else 0
+        checks.run(f"seed {seed}", check, seed, args.ranks)
+    return checks.report("type", "layout")
 
 
 if __name__ == "__main__":

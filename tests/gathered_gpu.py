@@ -16,13 +16,10 @@ captures in graphs and replays, and calls without waits: they must be wrong.
 
 from __future__ import annotations
 
-import argparse
-import collections
 import contextlib
 import itertools
 import os
 import sys
-import time
 from typing import Any
 
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
@@ -31,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import products_gpu as products
+import random_checks
 import scattered_gpu as scattered
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -200,77 +198,44 @@ def check_graphs(ranks: int, rounds: int = 6) -> tuple[str, str, float]:
 
 
 def check_waits(ranks: int) -> tuple[str, str, float]:
-    """That values do come from the peers: without waits some are wrong."""
     rng = np.random.default_rng(9)
     mesh = Mesh(np.array(jax.devices()[:ranks]), ("tp",))
-    f = jax.jit(per_rank(mesh, 2, 1))
-    wrong = 0
-    for _ in range(6):
+
+    def draw() -> tuple[Any, ...]:
         x = exact(rng, (1024 * ranks, 64), jnp.bfloat16)
         w = exact(rng, (2, 64, 64 * ranks), jnp.bfloat16)
         chosen = draw_chosen(rng, 1024 * ranks, 2, 2)
-        args = jnp.asarray(x, jnp.bfloat16), [jnp.asarray(w, jnp.bfloat16)], jnp.asarray(chosen)
-        right = np.asarray(f(*args))
-        testing.poison_workspaces()
-        with testing.planted_faults(skip_waits=True, max_delay_us=5000):
-            wrong += np.asarray(f(*args)).tobytes() != right.tobytes()
-    if not wrong:
-        raise AssertionError("waits that are left out do not show")
+        return jnp.asarray(x, jnp.bfloat16), [jnp.asarray(w, jnp.bfloat16)], jnp.asarray(chosen)
+
+    random_checks.check_waits(jax.jit(per_rank(mesh, 2, 1)), draw)
     return "no waits", f"{ranks} ranks, must be wrong", 0.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = random_checks.parser(__doc__, calls=160, limit=400)
     parser.add_argument("--only", choices=("gather", "scatter", "products"))
-    parser.add_argument("--calls", type=int, default=160)
     parser.add_argument("--ranks", type=int, default=min(2, len(jax.devices())))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=400, help="seconds")
     args = parser.parse_args()
     jflux.config.update(strict=True, always=True)
     jflux.init(deadline_seconds=20)  # a rank that hangs is told of soon
-    until = time.monotonic() + args.limit
-    found: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
-    wrong = []
-
-    def attempt(what: str, run: Any, *given: Any) -> bool:
-        """False: the device is lost."""
-        begin = time.monotonic()
-        try:
-            name, form, worst = run(*given)
-            found[name, form].append(worst)
-            print(f"{what}: right, {time.monotonic() - begin:.0f} s", flush=True)
-        except Exception as error:
-            wrong.append(f"{what}: {type(error).__name__}: {str(error)[:400]}")
-            print(wrong[-1], flush=True)
-            return not isinstance(error, jax.errors.JaxRuntimeError)
-        return True
-
+    checks = random_checks.Checks(args.limit)
     ops = {
         "gather": (check, check_graphs, check_waits),
         "scatter": (scattered.check, scattered.check_graphs, scattered.check_waits),
         "products": (products.check, products.check_graphs, products.check_waits),
     }
-    chosen = {name: checks for name, checks in ops.items() if args.only in (None, name)}
-    alive = True
+    chosen = {name: of for name, of in ops.items() if args.only in (None, name)}
     # What there is once comes first, so that a short --limit leaves out random programs alone.
     for name, (_, graphs, waits) in chosen.items():
-        if alive:
-            alive = attempt(f"{name}, graphs", graphs, args.ranks)
-        if alive and args.ranks > 1:
-            alive = attempt(f"{name}, waits", waits, args.ranks)
+        checks.run(f"{name}, graphs", graphs, args.ranks)
+        if args.ranks > 1:
+            checks.run(f"{name}, waits", waits, args.ranks)
     seeds = range(args.seed, args.seed + args.calls)
     for seed, (name, (one, _, _)) in itertools.product(seeds, chosen.items()):
-        if not alive or time.monotonic() >= until or len(wrong) >= 12:
+        if not checks.go_on():
             break
-        alive = attempt(f"{name}, seed {seed}", one, seed, args.ranks)
-    print(f"\n{'tile':10} {'form':30} calls  largest error / bound")
-    for (tile, form), errors in sorted(found.items()):
-        print(f"{tile:10} {form:30} {len(errors):5}  {max(errors):.2f}")
-    print(f"{sum(map(len, found.values()))} calls right, {len(wrong)} wrong")
-    return 1 if wrong or not found else 0
+        checks.run(f"{name}, seed {seed}", one, seed, args.ranks)
+    return checks.report("tile", "form")
 
 
 if __name__ == "__main__":

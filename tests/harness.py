@@ -36,8 +36,6 @@ from jflux._stress.calls import (
     world_of,
     x64_if,
 )
-from jflux._stress.calls import as_tuple as as_tuple  # for the test files
-from jflux._stress.calls import exchanged as exchanged
 
 PLATFORM = jax.default_backend()
 DEVICES = jax.devices()[: 4 if PLATFORM == "gpu" else 8]

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import RANKS, assert_close, exact, normal
+from harness import RANKS
 from jax.sharding import PartitionSpec as P
 
 import jflux
+from jflux._stress.calls import assert_close, exact, normal
 
 VMA = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 
@@ -52,3 +53,29 @@ def assert_near(got, want, dtype=jnp.bfloat16, roundings=30):
         g = np.asarray(g, np.float64)
         assert g.shape == w.shape
         assert np.abs(g - w).max() <= roundings * unit * max(np.abs(w).max(), unit)
+
+
+def op_call(name, **options):
+    """(module, *operands) -> the op of jflux, or of its reference."""
+    return lambda module, *args: getattr(module, name)(*args, axis_name="tp", **options)
+
+
+def norm_call(name, norm, operands):
+    """The op of so many operands; a residual and the norm's factors come after them."""
+
+    def op(module, *args):
+        residual, *factors = args[operands:]
+        options = {"residual": residual, "norm": norm(*factors)}
+        return getattr(module, name)(*args[:operands], axis_name="tp", **options)
+
+    return op
+
+
+def over_a_batch(f):
+    """vmap over the first operand, in another order for each example."""
+
+    def batched(x, *rest):
+        xs = jnp.stack([jnp.roll(x, i) for i in range(3)])
+        return jax.vmap(f, in_axes=(0,) + (None,) * len(rest))(xs, *rest)
+
+    return batched

@@ -10,16 +10,14 @@ Each call runs twice, and must give the same bits.
 
 from __future__ import annotations
 
-import argparse
-import collections
 import contextlib
 import functools
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import random_checks
 from routed import TILES
 
 import jflux
@@ -219,33 +217,14 @@ def check_product(seed: int) -> tuple[str, str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=300, help="seconds")
-    args = parser.parse_args()
+    args = random_checks.parser(__doc__, calls=200, limit=300).parse_args()
     jflux.config.update(strict=True)
-    until = time.monotonic() + args.limit
-    found: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
-    wrong = []
+    checks = random_checks.Checks(args.limit)
     for seed in range(args.seed, args.seed + args.calls):
-        if time.monotonic() > until or len(wrong) >= 12:
+        if not checks.go_on():
             break
-        try:
-            tile, form, worst = (check_route if seed % 4 == 3 else check_product)(seed)
-            found[tile, form].append(worst)
-        except Exception as error:
-            wrong.append(f"seed {seed}: {type(error).__name__}: {str(error)[:300]}")
-            print(wrong[-1], flush=True)
-            if "jflux" in str(error) or "CUDA" in str(error):
-                break  # the device is lost
-    print(f"\n{'tile':10} {'form':22} calls  largest error / bound")
-    for (tile, form), errors in sorted(found.items()):
-        print(f"{tile:10} {form:22} {len(errors):5}  {max(errors):.2f}")
-    print(f"{sum(map(len, found.values()))} calls right, {len(wrong)} wrong")
-    return 1 if wrong or not found else 0
+        checks.run(f"seed {seed}", check_route if seed % 4 == 3 else check_product, seed)
+    return checks.report("tile", "form")
 
 
 if __name__ == "__main__":

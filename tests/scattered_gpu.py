@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import random_checks
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from routed import TILES, draw_chosen, exact
@@ -168,23 +169,17 @@ def check_graphs(ranks: int, rounds: int = 6) -> tuple[str, str, float]:
 
 
 def check_waits(ranks: int) -> tuple[str, str, float]:
-    """That values do come from the peers: without waits for them some are wrong."""
     rng = np.random.default_rng(10)
     mesh = Mesh(np.array(jax.devices()[:ranks]), ("tp",))
-    f = jax.jit(per_rank(mesh, 2))
-    wrong = 0
-    for _ in range(6):
+
+    def draw() -> tuple[Any, ...]:
         drawn = (
             exact(rng, (2048 * ranks, 64 * ranks), jnp.bfloat16),
             exact(rng, (2, 64 * ranks, 64), jnp.bfloat16),
             exact(rng, (1024 * ranks, 2), jnp.float32),
             draw_chosen(rng, 1024 * ranks, 2, 2),
         )
-        args = given(*drawn, jnp.bfloat16, False)
-        right = np.asarray(f(*args))
-        testing.poison_workspaces()
-        with testing.planted_faults(skip_waits=True, max_delay_us=5000):
-            wrong += np.asarray(f(*args)).tobytes() != right.tobytes()
-    if not wrong:
-        raise AssertionError("waits that are left out do not show")
+        return given(*drawn, jnp.bfloat16, False)
+
+    random_checks.check_waits(jax.jit(per_rank(mesh, 2)), draw)
     return "no waits", f"scatter, {ranks} ranks, must be wrong", 0.0

@@ -196,6 +196,16 @@ def _same(x: jax.Array, **_: Any) -> jax.Array:
     return x
 
 
+def _call(
+    kernel: Any, x: jax.Array, axis_name: Any, grid: int = 1, BLOCK: int = BLOCK, **options: Any
+) -> jax.Array:
+    """A kernel whose result is like x."""
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jflux.symm.call(
+        kernel, x, out_shape=like, axis_name=axis_name, grid=grid, BLOCK=BLOCK, **options
+    )
+
+
 # name -> (kernel, workspace of x's elements per rank, signals per rank, reference, constexprs).
 RIGHT: dict[str, tuple[Any, Any, Any, Any, dict[str, Any]]] = {
     "ring": (ring_kernel, lambda n: 1, lambda n: PROGRAMS, _shifted(1), {}),
@@ -210,29 +220,25 @@ def call_right(name: str, x: jax.Array, axis_name: Any) -> jax.Array:
     """Calls a kernel of RIGHT, or "packets", on x [PROGRAMS BLOCK]. Inside shard_map."""
     n = lax.axis_size(axis_name)
     if name == "packets":
-        return jflux.symm.call(
+        return _call(
             packets_kernel,
             x,
-            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            axis_name,
             workspace={"packets": jax.ShapeDtypeStruct((x.size, 2), jnp.uint64)},
-            axis_name=axis_name,
             grid=PROGRAMS,
             reference=_packets,
-            BLOCK=BLOCK,
             PROGRAMS=PROGRAMS,
         )
     kernel, parts, signals, reference, constexprs = RIGHT[name]
     buffer = "outbox" if name == "pull" else "inbox"
-    return jflux.symm.call(
+    return _call(
         kernel,
         x,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        axis_name,
         workspace={buffer: jax.ShapeDtypeStruct((parts(n), x.size), x.dtype)},
         signals=signals(n),
-        axis_name=axis_name,
         grid=PROGRAMS,
         reference=reference,
-        BLOCK=BLOCK,
         **constexprs,
     )
 
@@ -243,54 +249,42 @@ NAMES = (*RIGHT, "packets")
 def call_outside(x: jax.Array, axis_name: Any, place: int) -> jax.Array:
     """x [BLOCK]: the kernel writes to `place` of `first`, whose end is BLOCK."""
     buffer = jax.ShapeDtypeStruct((BLOCK,), x.dtype)
-    return jflux.symm.call(
+    return _call(
         outside_kernel,
         x,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        axis_name,
         workspace={"first": buffer, "second": buffer},
         signals=1,
-        axis_name=axis_name,
-        grid=1,
         reference=_shifted(1),
-        BLOCK=BLOCK,
         PLACE=place,
     )
 
 
 def call_signal_outside(x: jax.Array, axis_name: Any) -> jax.Array:
-    return jflux.symm.call(
+    return _call(
         signal_outside_kernel,
         x,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        axis_name,
         signals=1,
-        axis_name=axis_name,
-        grid=1,
         reference=_same,
-        BLOCK=BLOCK,
     )
 
 
 def call_stuck(x: jax.Array, axis_name: Any, way: str) -> jax.Array:
     """x [BLOCK]; way: "signal", "count" or "packets"."""
     if way == "packets":
-        return jflux.symm.call(
+        return _call(
             stuck_packets_kernel,
             x,
-            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            axis_name,
             workspace={"packets": jax.ShapeDtypeStruct((BLOCK, 2), jnp.uint64)},
-            axis_name=axis_name,
-            grid=1,
-            BLOCK=BLOCK,
         )
-    return jflux.symm.call(
+    return _call(
         stuck_kernel,
         x,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        axis_name,
         signals=4,
-        axis_name=axis_name,
-        grid=1,
         WAY=way,
-        BLOCK=BLOCK,
     )
 
 
@@ -308,11 +302,10 @@ def misnaming_kernel(ctx, x, y, BLOCK: tl.constexpr):
 
 
 def call_copy(x: jax.Array, axis_name: Any, grid: int = 4, block: int = 1024) -> jax.Array:
-    return jflux.symm.call(
+    return _call(
         copy_kernel,
         x,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        axis_name=axis_name,
+        axis_name,
         grid=grid,
         reference=_same,
         BLOCK=block,

@@ -148,6 +148,13 @@ def test_missing_waits_are_found():
     assert wrong > 0
 
 
+def check_one_call(f, arrays):
+    program = compiled(f, *arrays)
+    assert fused_calls(program.as_text()).count(all_gather_attention.OP) == 1
+    got = run(program, *arrays)
+    np.testing.assert_allclose(got, in_two_steps(f, *arrays), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("batched", [(0, 0, 0), (0, None, None), (None, 1, 1)])
 @pytest.mark.parametrize("segments", [False, True])
 def test_vmap_is_one_call(batched, segments):
@@ -163,10 +170,7 @@ def test_vmap_is_one_call(batched, segments):
     if segments:
         arrays.append(np.asarray(ids, np.int32))
     f = jax.vmap(call_of(case), (*batched, None)[: len(arrays)])
-    program = compiled(f, *arrays)
-    assert fused_calls(program.as_text()).count(all_gather_attention.OP) == 1
-    got = run(program, *arrays)
-    np.testing.assert_allclose(got, in_two_steps(f, *arrays), rtol=1e-5, atol=1e-5)
+    check_one_call(f, arrays)
 
 
 def test_vmap_over_segments():
@@ -175,10 +179,7 @@ def test_vmap_over_segments():
     ids = np.sort(np.random.default_rng(2).integers(0, 3, (3, case.batch, case.length)), -1)
     arrays.append(jnp.asarray(ids, jnp.int32))
     f = jax.vmap(call_of(case), (None, None, None, 0))
-    program = compiled(f, *arrays)
-    assert fused_calls(program.as_text()).count(all_gather_attention.OP) == 1
-    got = run(program, *arrays)
-    np.testing.assert_allclose(got, in_two_steps(f, *arrays), rtol=1e-5, atol=1e-5)
+    check_one_call(f, arrays)
 
 
 def test_derivatives_of_the_primitive():

@@ -257,13 +257,20 @@ def plan_on_gpus(tokens, experts, choices=2, k=512, n=1024, world=2, gated=False
         )
 
 
+def assert_in_steps(*plans):
+    """Pairs of a plan and what its reason says."""
+    for plan, why in plans:
+        assert plan.path == Path.DECOMPOSED and not plan.unsupported, plan
+        assert why in plan.reason, plan
+
+
 def test_plans_on_gpus():
     many = plan_on_gpus(4096, 8)
     assert many.path == Path.FUSED and many.config["parts"] == 4
     assert "own tokens first" in many.reason
     assert plan_on_gpus(4096, 8, gated=True).config["tile_n"] in (128, 256)
     assert plan_on_gpus(4096, 8, world=1).path == Path.FUSED
-    for plan, why in (
+    assert_in_steps(
         (plan_on_gpus(4096, 8, n=2056), "of 2056 columns"),
         (plan_on_gpus(4096, 8, n=1032, gated=True), "of 2064 columns"),
         (plan_on_gpus(64, 8), "few rows, 16 of each rank"),
@@ -272,9 +279,7 @@ def test_plans_on_gpus():
         (plan_on_gpus(4096, 8, dtype="float32"), "float32"),
         (plan_on_gpus(4096, 3000), "groups"),
         (plan_on_gpus(1 << 18, 8, k=8192), "more than a third; jflux.init(heap_bytes=...)"),
-    ):
-        assert plan.path == Path.DECOMPOSED and not plan.unsupported, plan
-        assert why in plan.reason, plan
+    )
     assert plan_on_gpus(64, 8, always=True).path == Path.FUSED
     waits = plan_on_gpus(512, 8)
     assert waits.path == Path.FUSED and waits.config["parts"] == 0
@@ -304,6 +309,13 @@ def test_wrong_operands_are_refused():
         moe.all_gather_grouped_matmul(x, ws[0], moe.route(chosen, 4), axis_name="tp")
 
 
+def check_bad_offsets(f, x, w, chosen):
+    """f(x, w, routing, offsets) refuses offsets that make no sense."""
+    bad = np.array([0, 5, 3, 9, 16], np.int32)
+    with pytest.raises(Exception, match=r"group_sizes\[1\] is -2"):
+        jax.block_until_ready(jax.jit(f)(x, w, moe.route(chosen, 4), bad))
+
+
 def test_offsets_that_make_no_sense_are_an_error():
     world = min(2, RANKS)
     if world == 1:
@@ -318,9 +330,7 @@ def test_offsets_that_make_no_sense_are_an_error():
         body, mesh=make_mesh((world,)), in_specs=(P("tp"), COLUMNS, P(), P()),
         out_specs=P(None, "tp"),
     )  # fmt: skip
-    bad = np.array([0, 5, 3, 9, 16], np.int32)
-    with pytest.raises(Exception, match=r"group_sizes\[1\] is -2"):
-        jax.block_until_ready(jax.jit(f)(x, ws[0], moe.route(chosen, 4), bad))
+    check_bad_offsets(f, x, ws[0], chosen)
 
 
 def test_no_tokens_and_no_columns():

@@ -5,20 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import (
-    RANKS,
-    Call,
-    assert_close,
-    exact,
-    make_mesh,
-    normal,
-    operands,
-    per_device,
-    run,
-)
+from harness import RANKS, make_mesh, run
 from jax.sharding import PartitionSpec as P
 
 import jflux
+from jflux._stress.calls import Call, assert_close, exact, normal, operands, per_device
 
 GATHER = functools.partial(Call, "all_gather_matmul", gathered=True, dtype=jnp.bfloat16)
 

@@ -8,23 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    RANKS,
-    SHAPES,
-    compiled_text,
-    fused_calls,
-    groups_of,
-    make_mesh,
-    normal,
-    per_device,
-    run,
-    x64_if,
-)
+from harness import RANKS, SHAPES, compiled_text, fused_calls, make_mesh, run
 from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import testing
 from jflux._ops.collectives.all_reduce import ALGORITHMS
+from jflux._stress.calls import groups_of, normal, per_device, x64_if
 
 DTYPES = (jnp.bfloat16, np.float16, np.float32, np.float64)
 SIZES = [(1,), (3,), (5, 7), (8,), (1000, 33), (2, 3, 4001)]

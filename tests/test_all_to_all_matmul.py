@@ -8,23 +8,19 @@ import numpy as np
 import pytest
 from harness import (
     FUSED_DTYPES,
-    HALVES,
     PLATFORM,
     RANKS,
-    Call,
     check_values,
     compiled_text,
-    exchanged,
     fused_calls,
     make_mesh,
-    operands,
-    per_device,
     run,
 )
 
 import jflux
 from jflux._call.plans import Machine, Path
 from jflux._ops.products import all_to_all_matmul as op
+from jflux._stress.calls import HALVES, Call, exchanged, operands, per_device
 
 OP = "all_to_all_matmul"
 WAYS = [(-2, -1), (-1, -2), (-1, -1), (-2, -2)]

@@ -684,7 +684,7 @@ def torch_peer(monkeypatch):
     monkeypatch.setattr(peers.Torch, "worker", (sys.executable, "-c", WORKER))
 
     def start(ranks):
-        (peer,) = peers.start(["torch"], make_mesh((ranks,)))
+        (peer,) = peers.start(["torch"], peers.PEERS, make_mesh((ranks,)))
         return peer
 
     return start
@@ -708,7 +708,7 @@ def test_a_worker_that_ends_is_not_timed(torch_peer):
 
 def test_peers_that_are_not_there_are_named(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert peers.start(["torch"], make_mesh((2,))) == []
+    assert peers.start(["torch"], peers.PEERS, make_mesh((2,))) == []
     assert "PyTorch: not installed" in capsys.readouterr().err
 
 
@@ -912,7 +912,7 @@ def test_attention_is_checked_and_timed(causal, attentions_of_others, monkeypatc
     ranks = min(2, RANKS)
     mesh = make_mesh((ranks,), ("cp",))
     case = attention.Case("tiny", 16 * ranks, 4, 2, causal, width=8)
-    others = attention_peers.start(list(attention_peers.PEERS), mesh)
+    others = peers.start(attention_peers.PEERS, attention_peers.PEERS, mesh)
     row = attention.measure(case, ranks, 1, others)
     assert 0 < row["error"] <= 2
     assert all(row[name]["median"] > 0 for name in ("J", "ring f+b", "G", "G f+b"))
@@ -925,7 +925,7 @@ def test_attention_is_checked_and_timed(causal, attentions_of_others, monkeypatc
 
 
 def test_attentions_of_others_that_fail(attentions_of_others):
-    (flash,) = attention_peers.start(["flash_attn3"], make_mesh((1,)))
+    (flash,) = peers.start(["flash_attn3"], attention_peers.PEERS, make_mesh((1,)))
     want = jnp.ones((1, 4, 2, 8))
 
     def refuses(*arrays):

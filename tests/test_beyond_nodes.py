@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, RANKS, make_mesh, per_device, run
+from harness import PLATFORM, RANKS, make_mesh, run
 from test_expert_parallel import choices
 from test_ragged_all_to_all import draw_sizes, exact
 
 import jflux
 from jflux import moe
 from jflux._call.plans import Path
+from jflux._stress.calls import per_device
 
 pytestmark = [
     pytest.mark.wide,

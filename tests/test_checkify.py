@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PRODUCTS, RANKS, each_call, fused_calls, make_mesh, operands, per_device
+from harness import PRODUCTS, RANKS, each_call, fused_calls, make_mesh
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux._ops._spec import collectives
+from jflux._stress.calls import operands, per_device
 
 EACH = each_call(PRODUCTS, lead=(3,), k=8, n=8, dtype=jnp.bfloat16)
 

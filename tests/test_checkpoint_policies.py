@@ -6,13 +6,14 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
-from harness import PLATFORM, RANKS, compiled_text, dots, fused_calls, make_mesh, normal, run
+from harness import PLATFORM, RANKS, compiled_text, dots, fused_calls, make_mesh, run
 from jax._src.ad_checkpoint import saved_residuals
 from jax.sharding import PartitionSpec as P
 from layers import assert_near, in_float64
 
 import jflux
 from jflux import checkpoint_policies as policies
+from jflux._stress.calls import normal
 
 pytestmark = pytest.mark.usefixtures("small_sums")
 ROWS, D, H, K = 2 * RANKS, 16, 8 * RANKS, 12

@@ -7,23 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    PLATFORM,
-    PRODUCTS,
-    Call,
-    compiled_text,
-    fused_calls,
-    make_mesh,
-    of_way,
-    operands,
-    per_device,
-)
+from harness import PLATFORM, PRODUCTS, compiled_text, fused_calls, make_mesh, of_way
 
 import jflux
 from jflux import _config
 from jflux._call import explain
 from jflux._call.plans import Machine, Path
 from jflux._ops.products import _product_plan
+from jflux._stress.calls import Call, operands, per_device
 
 GPU = Machine("cuda", sm_count=132, link_gbps=320)
 

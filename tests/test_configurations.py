@@ -2,10 +2,11 @@
 
 import jax.numpy as jnp
 import pytest
-from harness import OPS, RANKS, Call, check_values, make_mesh
+from harness import OPS, RANKS, check_values, make_mesh
 
 from jflux import testing
 from jflux._call import tuning_tables
+from jflux._stress.calls import Call
 
 
 @pytest.mark.gpu

@@ -17,23 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    PLATFORM,
-    RANKS,
-    SHAPES,
-    compiled_text,
-    groups_of,
-    make_mesh,
-    normal,
-    per_device,
-    run,
-    x64_if,
-)
+from harness import PLATFORM, RANKS, SHAPES, compiled_text, make_mesh, run
 from workers.common import environment, run_alone
 
 import jflux
 from jflux import _native, testing
 from jflux._own_kernels import custom_call, nvrtc
+from jflux._stress.calls import groups_of, normal, per_device, x64_if
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "custom_kernel"

@@ -13,8 +13,6 @@ from harness import (
     PLATFORM,
     PRODUCTS,
     RANKS,
-    Call,
-    assert_close,
     calls,
     check_gradients,
     check_values,
@@ -24,10 +22,7 @@ from harness import (
     fused_calls,
     kernel_rows,
     make_mesh,
-    normal,
     of_way,
-    operands,
-    per_device,
     run,
 )
 from hypothesis import given
@@ -36,6 +31,7 @@ from hypothesis import strategies as st
 import jflux
 from jflux._call import tuning_tables
 from jflux._ops.collectives import exchange
+from jflux._stress.calls import Call, assert_close, normal, operands, per_device
 
 # One that the kernels take on this platform, and how far results may differ.
 DTYPE, TOLERANCE = (np.float32, 2e-5) if PLATFORM == "cpu" else (jnp.bfloat16, 5e-2)

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, RANKS, compiled_text, fused_calls, make_mesh, normal, run
+from harness import PLATFORM, RANKS, compiled_text, fused_calls, make_mesh, run
 from jax._src.ad_checkpoint import saved_residuals
 from jax.sharding import PartitionSpec as P
-from layers import VMA, assert_near, in_float64
+from layers import VMA, assert_near, in_float64, norm_call, op_call, over_a_batch
 
 import jflux
 from jflux._ops.products import matmul_all_reduce
-from jflux._stress.calls import x64_if
+from jflux._stress.calls import normal, x64_if
 
 WORLD = min(RANKS, 4)
 DTYPE = jnp.float64 if PLATFORM == "cpu" else jnp.bfloat16
@@ -104,27 +104,14 @@ def _scatter_all(module, x, v, w, u, bias, residual):
     )
 
 
-def _op(name, **options):
-    return lambda module, *args: getattr(module, name)(*args, axis_name="tp", **options)
-
-
-def _with_norm(name, norm, operands):
-    def op(module, *args):
-        residual, *factors = args[operands:]
-        options = {"residual": residual, "norm": norm(*factors)}
-        return getattr(module, name)(*args[:operands], axis_name="tp", **options)
-
-    return op
-
-
 GATE = ((2, 4), (4, 3), (4, 3), (3,), (3,))
 AGM, MRS = ("all_gather_matmul",), ("matmul_reduce_scatter",)
 # Shards that are exchanged have whole 16-byte vectors of columns: for others GPUs have no kernel.
 CASES = (
-    Case("all_gather_matmul", _op("all_gather_matmul"), ((2, 4), (4, 3)), 0, (0, 1), AGM, MRS),
+    Case("all_gather_matmul", op_call("all_gather_matmul"), ((2, 4), (4, 3)), 0, (0, 1), AGM, MRS),
     Case(
         "all_gather_matmul transposed, gathered",
-        _op("all_gather_matmul", transpose_rhs=True, return_gathered=True),
+        op_call("all_gather_matmul", transpose_rhs=True, return_gathered=True),
         ((2, 4), (3, 4)), 0, (0,), AGM, MRS,
     ),
     Case(
@@ -139,46 +126,48 @@ CASES = (
     ),
     Case(
         "matmul_reduce_scatter",
-        _op("matmul_reduce_scatter"), ((8, 3), (3, 4)), 0, (0, 1), MRS, AGM,
+        op_call("matmul_reduce_scatter"), ((8, 3), (3, 4)), 0, (0, 1), MRS, AGM,
     ),
     Case(
         "matmul_reduce_scatter of two, added",
         _scatter_all, ((8, 3), (8, 2), (3, 4), (2, 4), (4,), (8 // WORLD, 4)), 0, (), MRS, AGM,
     ),
     Case(
-        "all_to_all_matmul", _op("all_to_all_matmul", split_axis=0, concat_axis=1),
+        "all_to_all_matmul", op_call("all_to_all_matmul", split_axis=0, concat_axis=1),
         ((8, 8), (8 * WORLD, 3)), 0, (0, 1), ("all_to_all_matmul",), ("matmul_all_to_all",),
     ),
     Case(
         "all_to_all_matmul of columns, exchanged",
-        _op("all_to_all_matmul", split_axis=1, concat_axis=0, return_exchanged=True),
+        op_call("all_to_all_matmul", split_axis=1, concat_axis=0, return_exchanged=True),
         ((2, 8 * WORLD), (8, 3)), 0, (0,),
         ("all_to_all_matmul",), ("matmul_all_to_all", "all_to_all"),
     ),
     Case(
-        "matmul_all_to_all", _op("matmul_all_to_all", split_axis=1, concat_axis=0),
+        "matmul_all_to_all", op_call("matmul_all_to_all", split_axis=1, concat_axis=0),
         ((2, 3), (3, 8 * WORLD)), 0, (0, 1), ("matmul_all_to_all",), ("all_to_all_matmul",),
     ),
     Case(
         "matmul_all_to_all of rows",
-        _op("matmul_all_to_all", split_axis=0, concat_axis=1, transpose_rhs=True),
+        op_call("matmul_all_to_all", split_axis=0, concat_axis=1, transpose_rhs=True),
         ((8, 3), (8, 3)), 0, (0, 1), ("matmul_all_to_all",), ("all_to_all_matmul",),
     ),
-    Case("matmul_all_reduce summed", _op("matmul_all_reduce"), ((3, 4), (4, 5)), 0, (0, 1)),
-    Case("matmul_all_reduce tiles", _op("matmul_all_reduce"), ((4 * WORLD, 3), (3, 8)), 0, (0, 1)),
+    Case("matmul_all_reduce summed", op_call("matmul_all_reduce"), ((3, 4), (4, 5)), 0, (0, 1)),
     Case(
-        "matmul_all_reduce LayerNorm", _with_norm("matmul_all_reduce", jflux.LayerNorm, 2),
+        "matmul_all_reduce tiles", op_call("matmul_all_reduce"), ((4 * WORLD, 3), (3, 8)), 0, (0, 1)
+    ),
+    Case(
+        "matmul_all_reduce LayerNorm", norm_call("matmul_all_reduce", jflux.LayerNorm, 2),
         ((4, 3), (3, 4), (4, 4), (4,), (4,)), 3,
     ),
     Case(
-        "all_reduce RMSNorm", _with_norm("all_reduce", jflux.RMSNorm, 1), ((4, 5), (4, 5), (5,)), 2,
+        "all_reduce RMSNorm", norm_call("all_reduce", jflux.RMSNorm, 1), ((4, 5), (4, 5), (5,)), 2,
     ),
-    Case("all_reduce", _op("all_reduce"), ((3, 4),), 0, (0,)),
-    Case("all_gather", _op("all_gather"), ((3, 4),), 0, (0,)),
-    Case("reduce_scatter", _op("reduce_scatter", tiled=True), ((8, 3),), 0, (0,)),
+    Case("all_reduce", op_call("all_reduce"), ((3, 4),), 0, (0,)),
+    Case("all_gather", op_call("all_gather"), ((3, 4),), 0, (0,)),
+    Case("reduce_scatter", op_call("reduce_scatter", tiled=True), ((8, 3),), 0, (0,)),
     Case(
         "all_to_all",
-        _op("all_to_all", split_axis=0, concat_axis=1, tiled=True), ((8, 3),), 0, (0,),
+        op_call("all_to_all", split_axis=0, concat_axis=1, tiled=True), ((8, 3),), 0, (0,),
     ),
 )  # fmt: skip
 EACH = pytest.mark.parametrize("case", CASES, ids=str)
@@ -295,16 +284,6 @@ def _scan(f):
     return steps
 
 
-def _over_a_batch(f):
-    """vmap over the first operand."""
-
-    def batched(x, *rest):
-        xs = jnp.stack([jnp.roll(x, i) for i in range(2)])
-        return jax.vmap(f, in_axes=(0,) + (None,) * len(rest))(xs, *rest)
-
-    return batched
-
-
 def _both(*transforms):
     return lambda f: lambda *args: [transform(f)(*args) for transform in transforms]
 
@@ -319,7 +298,7 @@ OF_SOME_OPS = {
     "scan": lambda f: _both(_jvp, _jvp_of_gradient)(_scan(f)),
     "checkpoint": lambda f: _both(_jvp, _jvp_of_gradient)(jax.checkpoint(f)),
     "scan of checkpoint": lambda f: _gradient_of_jvp(_scan(jax.checkpoint(f))),
-    "vmap": lambda f: _both(_jvp, _gradient_of_jvp)(_over_a_batch(f)),
+    "vmap": lambda f: _both(_jvp, _gradient_of_jvp)(over_a_batch(f)),
 }
 
 

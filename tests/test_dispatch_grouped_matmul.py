@@ -8,17 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    LATENCY_HIDING,
-    PLATFORM,
-    RANKS,
-    compiled_text,
-    fused_calls,
-    make_mesh,
-    per_device,
-    run,
-    x64_if,
-)
+from harness import LATENCY_HIDING, PLATFORM, RANKS, compiled_text, fused_calls, make_mesh, run
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_expert_parallel import KINDS, choices
@@ -33,6 +23,7 @@ from jflux._ops.experts import (
     dispatch_grouped_matmul,
     grouped_matmul_reduce_scatter,
 )
+from jflux._stress.calls import per_device, x64_if
 
 pytestmark = pytest.mark.wide
 

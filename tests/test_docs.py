@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, make_mesh, normal
+from harness import PLATFORM, make_mesh
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _native
 from jflux._ops._spec import all_ops
+from jflux._stress.calls import normal
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from harness import PRODUCTS, RANKS, make_mesh, of_way, per_device
+from harness import PRODUCTS, RANKS, make_mesh, of_way
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jflux
 import jflux.nn as jnn
 from jflux._ops._spec import all_ops
+from jflux._stress.calls import per_device
 
 EACH_OP = pytest.mark.parametrize("op", PRODUCTS)
 #: Whole numbers up to this are exact in every type, and so are sums of few products of them.

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import make_mesh, per_device
+from harness import make_mesh
 
 import jflux
 import jflux.nn as jnn
 from jflux import parallel
 from jflux._ops._spec import all_ops
+from jflux._stress.calls import per_device
 
 RANKS = 2
 #: Sizes by the letter that stands for a dimension in the cases below.

@@ -12,15 +12,11 @@ from harness import (
     FUSED_DTYPES,
     PLATFORM,
     RANKS,
-    assert_close,
     compiled_text,
     fused_calls,
     gpu_choices,
     make_mesh,
-    normal,
-    per_device,
     run,
-    x64_if,
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -28,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 from jflux import _ops as ops
 from jflux._call import tuning_tables
+from jflux._stress.calls import assert_close, normal, per_device, x64_if
 
 BF16 = jnp.bfloat16
 _ERF = np.vectorize(math.erf, otypes=[np.float64])

@@ -6,22 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    RANKS,
-    SHAPES,
-    exchanged,
-    groups_of,
-    make_mesh,
-    normal,
-    per_device,
-    run,
-    x64_if,
-)
+from harness import RANKS, SHAPES, make_mesh, run
 from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _config, _heap, testing
 from jflux._ops.collectives import exchange
+from jflux._stress.calls import exchanged, groups_of, normal, per_device, x64_if
 
 OPS = ("all_gather", "all_to_all", "reduce_scatter")
 FLOATS = (jnp.bfloat16, np.float16, np.float32, np.float64)

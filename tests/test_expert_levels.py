@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import RANKS, make_mesh, per_device, run, x64_if
+from harness import RANKS, make_mesh, run
 from jax import lax
 from test_expert_parallel import KINDS, choices
 
 import jflux
+from jflux._stress.calls import per_device, x64_if
 
 WIDTH, OUT = 6, 5
 pytestmark = pytest.mark.wide

@@ -16,9 +16,7 @@ from harness import (
     examples,
     fused_calls,
     make_mesh,
-    per_device,
     run,
-    x64_if,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import testing
+from jflux._stress.calls import per_device, x64_if
 
 # ---- What should happen, in numpy ----------------------------------------------------------------
 

@@ -7,18 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    PLATFORM,
-    PRODUCTS,
-    RANKS,
-    Call,
-    compiled_text,
-    fused_calls,
-    make_mesh,
-    of_way,
-    operands,
-    per_device,
-)
+from harness import PLATFORM, PRODUCTS, RANKS, compiled_text, fused_calls, make_mesh, of_way
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -29,6 +18,7 @@ from jflux._call.plans import Machine, Path
 from jflux._call.primitives import plan_call
 from jflux._ops._spec import collectives
 from jflux._ops.products import _product, all_gather_matmul
+from jflux._stress.calls import Call, operands, per_device
 
 CALL = Call("all_gather_matmul", lead=(6,), k=16, n=24, dtype=jnp.bfloat16)
 

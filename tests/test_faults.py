@@ -6,23 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    PLATFORM,
-    PRODUCTS,
-    RANKS,
-    Call,
-    exact,
-    kernel_rows,
-    make_mesh,
-    of_way,
-    operands,
-    per_device,
-    run,
-)
+from harness import PLATFORM, PRODUCTS, RANKS, kernel_rows, make_mesh, of_way, run
 from workers.common import run_alone
 
 from jflux import testing
 from jflux._ops._spec import all_ops
+from jflux._stress.calls import Call, exact, operands, per_device
 
 pytestmark = pytest.mark.usefixtures("small_sums")
 CALLS = [

@@ -12,15 +12,12 @@ from harness import (
     PLATFORM,
     PRODUCTS,
     RANKS,
-    Call,
     compiled_text,
     dots,
     fused_calls,
     kernel_rows,
     make_mesh,
     of_way,
-    operands,
-    per_device,
 )
 from jax.sharding import PartitionSpec as P
 
@@ -28,6 +25,7 @@ import jflux
 from jflux import _native
 from jflux._call import ffi_targets
 from jflux._ops._spec import all_ops
+from jflux._stress.calls import Call, operands, per_device
 
 pytestmark = pytest.mark.usefixtures("small_sums")
 GATHER = Call("all_gather_matmul", lead=(6,), k=16, n=12, dtype=jnp.bfloat16)

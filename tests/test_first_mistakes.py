@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, PRODUCTS, make_mesh, of_way, per_device
+from harness import PLATFORM, PRODUCTS, make_mesh, of_way
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
 import jflux.nn
 from jflux import _config
+from jflux._stress.calls import per_device
 
 RANKS = 2
 x, w = jnp.zeros((4, 8)), jnp.zeros((8, 4))

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PRODUCTS, RANKS, each_call, make_mesh, operands, per_device
+from harness import PRODUCTS, RANKS, each_call, make_mesh
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jflux
+from jflux._stress.calls import operands, per_device
 
 X, W = jax.ShapeDtypeStruct((6, 4), jnp.float32), jax.ShapeDtypeStruct((4, 4), jnp.float32)
 ONE = 2 * 6 * 4 * 4

@@ -7,18 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    DEVICES,
-    PRODUCTS,
-    RANKS,
-    Call,
-    as_tuple,
-    assert_close,
-    make_mesh,
-    normal,
-    of_way,
-    run,
-)
+from harness import DEVICES, PRODUCTS, RANKS, make_mesh, of_way, run
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -26,6 +15,7 @@ import jflux
 from jflux import _config
 from jflux._ops._spec import all_ops
 from jflux._ranks import global_arrays
+from jflux._stress.calls import Call, as_tuple, assert_close, normal
 
 OPS = PRODUCTS
 EACH_WAY = pytest.mark.parametrize(

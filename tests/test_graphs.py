@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, RANKS, Call, assert_close, exact, make_mesh, normal, per_device, run
+from harness import PLATFORM, RANKS, make_mesh, run
 
 import jflux
 from jflux import _config, _native
 from jflux._ops.collectives.all_reduce import ALGORITHMS
+from jflux._stress.calls import Call, assert_close, exact, normal, per_device
 
 STEPS = 60
 SCALES = (2.0, -1.0, 0.5)

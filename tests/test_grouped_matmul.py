@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import DTYPES, HALVES, PLATFORM, examples, make_mesh
+from harness import DTYPES, PLATFORM, examples, make_mesh
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -22,6 +22,7 @@ from jflux._call.plans import Machine
 from jflux._ops import _lax
 from jflux._ops._epilogue import ACTIVATIONS
 from jflux._ops.products import _grouped_primitives as primitives
+from jflux._stress.calls import HALVES
 
 pytestmark = pytest.mark.wide
 X64 = functools.partial(jax.enable_x64, True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from harness import LATENCY_HIDING, PLATFORM, RANKS, compiled_text, fused_calls, make_mesh
 from jax.sharding import PartitionSpec as P
-from test_all_gather_grouped_matmul import KINDS
+from test_all_gather_grouped_matmul import KINDS, assert_in_steps, check_bad_offsets
 from test_all_gather_grouped_matmul import draw as draw_routed
 
 import jflux
@@ -308,7 +308,7 @@ def test_plans_on_gpus():
     assert many.path == Path.FUSED
     assert many.config["parts"] == 2 and many.config["item_tokens"] == 4
     assert "peers' tokens first" in many.reason
-    for plan, why in (
+    assert_in_steps(
         (plan_on_gpus(4096, 8, k=760), "760 units"),
         (plan_on_gpus(64, 8), "few rows, 16 of each rank"),
         (plan_on_gpus(16384, 128, 8, world=8), "128 experts times 8 ranks are more than 767"),
@@ -317,9 +317,7 @@ def test_plans_on_gpus():
         (plan_on_gpus(4096, 8, dtype="float32"), "float32"),
         (plan_on_gpus(4096, 3000), "groups"),
         (plan_on_gpus(1 << 18, 8, n=8192), "more than a third"),
-    ):
-        assert plan.path == Path.DECOMPOSED and not plan.unsupported, plan
-        assert why in plan.reason, plan
+    )
     assert plan_on_gpus(64, 8, always=True).path == Path.FUSED
     assert plan_on_gpus(4096, 8, k=64, always=True).path == Path.FUSED
     assert plan_on_gpus(4096, 8, world=1, always=True).path == Path.FUSED
@@ -355,9 +353,7 @@ def test_offsets_that_make_no_sense_are_an_error():
     f = jax.shard_map(
         body, mesh=make_mesh((world,)), in_specs=(HIDDEN, HIDDEN, P(), P()), out_specs=P("tp")
     )
-    bad = np.array([0, 5, 3, 9, 16], np.int32)
-    with pytest.raises(Exception, match=r"group_sizes\[1\] is -2"):
-        jax.block_until_ready(jax.jit(f)(h, w, moe.route(chosen, 4), bad))
+    check_bad_offsets(f, h, w, chosen)
 
 
 def test_no_tokens_and_no_columns():

@@ -16,21 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    DEVICES,
-    OPS,
-    PLATFORM,
-    RANKS,
-    Call,
-    assert_close,
-    check_values,
-    exact,
-    make_mesh,
-    normal,
-    operands,
-    per_device,
-    run,
-)
+from harness import DEVICES, OPS, PLATFORM, RANKS, check_values, make_mesh, run
 from jax._src import distributed
 from workers.common import free_port
 
@@ -40,6 +26,7 @@ from jflux._heap import _making, _nodes, _rendezvous, _report, _waits
 from jflux._heap._agreement import Workspace
 from jflux._ops._spec import all_ops
 from jflux._ops.collectives.all_reduce import ALGORITHMS
+from jflux._stress.calls import Call, assert_close, exact, normal, operands, per_device
 
 SMALL = Call("all_gather_matmul", lead=(4,), k=8, n=4, dtype=jnp.bfloat16)
 

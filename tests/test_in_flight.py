@@ -1,5 +1,6 @@
 """Many calls in flight, also among other collectives, of several programs and threads."""
 
+import concurrent.futures
 import functools
 import threading
 
@@ -7,21 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    PLATFORM,
-    PRODUCTS,
-    RANKS,
-    Call,
-    assert_close,
-    check_values,
-    exact,
-    make_mesh,
-    normal,
-    of_way,
-    operands,
-    per_device,
-    run,
-)
+from harness import PLATFORM, PRODUCTS, RANKS, check_values, make_mesh, of_way, run
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from layers import (
@@ -32,6 +19,7 @@ from layers import (
 )
 
 import jflux
+from jflux._stress.calls import Call, assert_close, exact, normal, operands, per_device
 
 #: Runs of each of two threads at once.
 ORDERED_RUNS = 2000 if PLATFORM == "gpu" else 40
@@ -148,30 +136,37 @@ def test_several_groups_with_different_work():
         assert_close(y[dp], count * want[dp], count * scale[dp], GATHER.dtype, GATHER.k)
 
 
+def in_threads(count, work, on_error=lambda: None):
+    """work(i) in so many threads at once."""
+    errors = []
+
+    def attempt(i):
+        try:
+            work(i)
+        except BaseException as error:
+            errors.append(error)
+            on_error()
+
+    with concurrent.futures.ThreadPoolExecutor(count) as threads:
+        list(threads.map(attempt, range(count)))
+    assert not errors, errors[0]
+
+
 def test_threads_that_compile_and_run():
     """Several Python threads, each with programs whose calls XLA inlines several times."""
     mesh = make_mesh((RANKS,))
-    errors = []
 
     def work(thread):
-        try:
-            for n in range(4):
-                call = Call("all_gather_matmul", lead=(2,), k=4, n=2 + n, dtype=jnp.bfloat16)
-                inner = jax.jit(call.bind("tp"))
-                f = per_device(mesh, lambda x, w, op=inner: [op(x * s, w) for s in (1, 2, 4, 8)])
-                x, w = operands(call, mesh, "tp", seed=10 * thread + n)
-                for _ in range(3):
-                    for power, y in enumerate(jax.jit(f)(x, w)):
-                        check_product(np.asarray(y, np.float64) / 2**power, call, mesh, x, w)
-        except BaseException as error:
-            errors.append(error)
+        for n in range(4):
+            call = Call("all_gather_matmul", lead=(2,), k=4, n=2 + n, dtype=jnp.bfloat16)
+            inner = jax.jit(call.bind("tp"))
+            f = per_device(mesh, lambda x, w, op=inner: [op(x * s, w) for s in (1, 2, 4, 8)])
+            x, w = operands(call, mesh, "tp", seed=10 * thread + n)
+            for _ in range(3):
+                for power, y in enumerate(jax.jit(f)(x, w)):
+                    check_product(np.asarray(y, np.float64) / 2**power, call, mesh, x, w)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
+    in_threads(4, work)
 
 
 @pytest.mark.skipif(
@@ -182,30 +177,21 @@ def test_threads_that_run_different_programs():
     """All devices of a process get the programs of two threads in one order: else calls of both
     would wait for each other."""
     mesh = make_mesh((RANKS,))
-    start, errors = threading.Barrier(2), []
+    start = threading.Barrier(2)
 
     def work(thread):
-        try:
-            call = Call("all_gather_matmul", lead=(3 + thread,), k=8, n=6, dtype=jnp.bfloat16)
-            op = call.bind("tp")
-            x, w = operands(call, mesh, "tp", seed=thread)
-            f = jax.jit(per_device(mesh, lambda x, w: [op(x * s, w) for s in (1, 2)]))
-            f(x, w)
-            start.wait()
-            results = [f(x, w) for _ in range(ORDERED_RUNS)]
-            for y, twice in results[:: ORDERED_RUNS // 4]:
-                check_product(np.asarray(y), call, mesh, x, w)
-                check_product(np.asarray(twice, np.float64) / 2, call, mesh, x, w)
-        except BaseException as error:
-            start.abort()
-            errors.append(error)
+        call = Call("all_gather_matmul", lead=(3 + thread,), k=8, n=6, dtype=jnp.bfloat16)
+        op = call.bind("tp")
+        x, w = operands(call, mesh, "tp", seed=thread)
+        f = jax.jit(per_device(mesh, lambda x, w: [op(x * s, w) for s in (1, 2)]))
+        f(x, w)
+        start.wait()
+        results = [f(x, w) for _ in range(ORDERED_RUNS)]
+        for y, twice in results[:: ORDERED_RUNS // 4]:
+            check_product(np.asarray(y), call, mesh, x, w)
+            check_product(np.asarray(twice, np.float64) / 2, call, mesh, x, w)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
+    in_threads(2, work, start.abort)
 
 
 def test_all_products_share_workspaces():

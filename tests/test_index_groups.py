@@ -7,20 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    PLATFORM,
-    RANKS,
-    compiled_text,
-    exchanged,
-    fused_calls,
-    make_mesh,
-    per_device,
-    run,
-)
+from harness import PLATFORM, RANKS, compiled_text, fused_calls, make_mesh, run
 from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux._ops._spec import all_ops
+from jflux._stress.calls import exchanged, per_device
 
 pytestmark = pytest.mark.skipif(RANKS < 4, reason="groups of two and more")
 

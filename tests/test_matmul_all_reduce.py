@@ -7,19 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    PLATFORM,
-    RANKS,
-    SHAPES,
-    compiled_text,
-    fused_calls,
-    gpu_choices,
-    groups_of,
-    make_mesh,
-    normal,
-    per_device,
-    run,
-)
+from harness import PLATFORM, RANKS, SHAPES, compiled_text, fused_calls, gpu_choices, make_mesh, run
 from jax.sharding import PartitionSpec as P
 
 import jflux
@@ -28,6 +16,7 @@ from jflux._call import explain, plans, tuning_tables
 from jflux._call.plans import Machine, Path
 from jflux._ops.collectives import all_reduce
 from jflux._ops.products import matmul_all_reduce
+from jflux._stress.calls import groups_of, normal, per_device
 
 HALVES = (jnp.bfloat16, np.float16)
 WAYS = ("summed", "fused", "scattered")

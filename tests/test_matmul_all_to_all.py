@@ -10,23 +10,18 @@ import pytest
 from harness import (
     PLATFORM,
     RANKS,
-    Call,
-    assert_close,
     check_gradients,
     check_values,
     compiled_text,
-    exact,
     fused_calls,
     make_mesh,
-    normal,
-    operands,
-    per_device,
     run,
 )
 
 import jflux
 from jflux._call.plans import Machine, Path
 from jflux._ops.products import matmul_all_to_all
+from jflux._stress.calls import Call, assert_close, exact, normal, operands, per_device
 
 OP = "matmul_all_to_all"
 EXCHANGE = functools.partial(Call, OP)

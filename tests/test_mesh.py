@@ -12,20 +12,12 @@ from harness import (
     PRODUCTS,
     RANKS,
     SHAPES,
-    Call,
-    as_tuple,
-    assert_close,
     check_values,
     drawn_meshes,
-    exact,
     examples,
     fused_calls,
-    groups_of,
     make_mesh,
-    normal,
     of_way,
-    operands,
-    per_device,
     run,
 )
 from hypothesis import given
@@ -36,6 +28,16 @@ from jax.sharding import PartitionSpec as P
 import jflux
 from jflux._ops._spec import all_ops
 from jflux._ranks import meshes, program_devices
+from jflux._stress.calls import (
+    Call,
+    as_tuple,
+    assert_close,
+    exact,
+    groups_of,
+    normal,
+    operands,
+    per_device,
+)
 
 CALLS = [of_way(op, lead=(3,), k=8, n=8, dtype=jnp.bfloat16) for op in PRODUCTS]
 

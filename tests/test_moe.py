@@ -426,23 +426,24 @@ def test_z_loss():
         check_grads(jax.jit(moe.z_loss), (logits,), 1, ["fwd", "rev"])
 
 
+def losses(logits, indices, axis_name=None):
+    balance = moe.load_balancing_loss(logits, indices, axis_name=axis_name)
+    return balance + moe.z_loss(logits, axis_name=axis_name)
+
+
 def test_losses_over_ranks_are_those_of_all_tokens():
     mesh = make_mesh((2,), ("dp",))
     with X64():
         logits = logits_of(11, tokens=8, experts=4)
         indices = best(logits, 2).astype(np.int32)
 
-        def total(logits, indices, axis_name=None):
-            balance = moe.load_balancing_loss(logits, indices, axis_name=axis_name)
-            return balance + moe.z_loss(logits, axis_name=axis_name)
-
         split = jax.shard_map(
-            functools.partial(total, axis_name="dp"), mesh=mesh, in_specs=P("dp"), out_specs=P()
+            functools.partial(losses, axis_name="dp"), mesh=mesh, in_specs=P("dp"), out_specs=P()
         )
         split = jax.jit(split)
-        np.testing.assert_allclose(split(logits, indices), total(logits, indices))
+        np.testing.assert_allclose(split(logits, indices), losses(logits, indices))
         np.testing.assert_allclose(
-            jax.grad(split)(logits, indices), jax.grad(total)(logits, indices), atol=1e-12
+            jax.grad(split)(logits, indices), jax.grad(losses)(logits, indices), atol=1e-12
         )
 
 
@@ -453,20 +454,16 @@ def test_losses_over_ranks_of_which_some_have_the_same_tokens():
         logits = logits_of(12, tokens=4, experts=3)
         indices = best(logits, 2).astype(np.int32)
 
-        def total(logits, indices, axis_name=None):
-            balance = moe.load_balancing_loss(logits, indices, axis_name=axis_name)
-            return balance + moe.z_loss(logits, axis_name=axis_name)
-
         def over_ranks(logits, indices):
             ranks = functools.partial(
-                jax.shard_map, functools.partial(total, axis_name=("dp", "ep")), mesh=mesh,
+                jax.shard_map, functools.partial(losses, axis_name=("dp", "ep")), mesh=mesh,
                 out_specs=P(),
             )  # fmt: skip
             calls = [ranks(in_specs=spec) for spec in (P("dp"), P())]
             calls.append(ranks(in_specs=P("dp"), check_vma=False))
             return [jax.value_and_grad(f)(logits, indices) for f in calls]
 
-        want, slope = jax.value_and_grad(total)(logits, indices)
+        want, slope = jax.value_and_grad(losses)(logits, indices)
         for loss, gradient in jax.jit(over_ranks)(logits, indices):
             np.testing.assert_allclose(loss, want)
             np.testing.assert_allclose(gradient, slope, atol=1e-12)

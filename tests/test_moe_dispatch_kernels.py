@@ -5,17 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    LATENCY_HIDING,
-    PLATFORM,
-    RANKS,
-    compiled_text,
-    fused_calls,
-    make_mesh,
-    per_device,
-    run,
-    x64_if,
-)
+from harness import LATENCY_HIDING, PLATFORM, RANKS, compiled_text, fused_calls, make_mesh, run
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_expert_parallel import KINDS, choices, dense, expected, layer
@@ -25,6 +15,7 @@ from jflux import _config
 from jflux._call import explain, forms, plans
 from jflux._ops.experts import _dispatch_primitives
 from jflux._ops.experts._dispatch_primitives import KernelHandle
+from jflux._stress.calls import per_device, x64_if
 
 WIDTH = 16
 # ranks, tokens, k, experts of a rank

@@ -6,25 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    PRODUCTS,
-    RANKS,
-    assert_close,
-    check_values,
-    each_call,
-    exact,
-    make_mesh,
-    normal,
-    of_way,
-    operands,
-    per_device,
-    run,
-)
+from harness import PRODUCTS, RANKS, check_values, each_call, make_mesh, of_way, run
 
 import jflux
 from jflux._call import explain
 from jflux._call.plans import Path
 from jflux._ops._spec import all_ops
+from jflux._stress.calls import assert_close, exact, normal, operands, per_device
 
 EACH_OP = pytest.mark.parametrize("op", PRODUCTS)
 #: Ops by the option that names a dimension of rows, and those that name two of the product.

@@ -8,34 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    OPS,
-    RANKS,
-    assert_close,
-    each_call,
-    exact_vjp,
-    fused_calls,
-    make_mesh,
-    normal,
-    of_way,
-    operands,
-    per_device,
-    run,
-)
+from harness import OPS, RANKS, each_call, exact_vjp, fused_calls, make_mesh, of_way, run
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from layers import (
-    VMA,
-    assert_near,
-    check_product,
-    in_float64,
-)
+from layers import VMA, assert_near, check_product, in_float64, norm_call, op_call, over_a_batch
 
 import jflux
 from jflux import testing
 from jflux._ops._spec import all_ops, collectives
 from jflux._ops.collectives.all_reduce import ALGORITHMS
 from jflux._ops.products import matmul_all_reduce
+from jflux._stress.calls import assert_close, normal, operands, per_device
 
 EACH = each_call(lead=(3,), k=8, n=8, dtype=jnp.bfloat16)
 
@@ -110,21 +93,6 @@ def _collective(spec, way):
     return lambda module, x: spec.on(x, axis_name="tp", reference=module is jflux.reference, **way)
 
 
-def _op(name, **options):
-    return lambda module, *args: getattr(module, name)(*args, axis_name="tp", **options)
-
-
-def _with_norm(name, norm, operands):
-    """The op of so many operands; a residual and the norm's factors come after them."""
-
-    def op(module, *args):
-        residual, *factors = args[operands:]
-        options = {"residual": residual, "norm": norm(*factors)}
-        return getattr(module, name)(*args[:operands], axis_name="tp", **options)
-
-    return op
-
-
 RMS, LAYER = jflux.RMSNorm, jflux.LayerNorm
 ROWS, WIDTH = (4, 64), (64,)
 TILES = ((128 * WORLD, 8), (8, 8))
@@ -139,17 +107,20 @@ CASES = (
         for spec in collectives()
         for i, way in enumerate(spec.ways)
     ),
-    *(Case(f"all_reduce {a}", _op("all_reduce", algorithm=a), ((3, 8),)) for a in ALGORITHMS),
-    Case("all_reduce RMSNorm", _with_norm("all_reduce", RMS, 1), (ROWS, ROWS, WIDTH), 2),
-    Case("all_reduce LayerNorm", _with_norm("all_reduce", LAYER, 1), (ROWS, ROWS, WIDTH, WIDTH), 3),
+    *(Case(f"all_reduce {a}", op_call("all_reduce", algorithm=a), ((3, 8),)) for a in ALGORITHMS),
+    Case("all_reduce RMSNorm", norm_call("all_reduce", RMS, 1), (ROWS, ROWS, WIDTH), 2),
+    Case("all_reduce LayerNorm", norm_call("all_reduce", LAYER, 1), (ROWS, ROWS, WIDTH, WIDTH), 3),
     Case(
-        "matmul_all_reduce summed", _op("matmul_all_reduce"), ((3, 8), (8, 16)), target="all_reduce"
+        "matmul_all_reduce summed",
+        op_call("matmul_all_reduce"),
+        ((3, 8), (8, 16)),
+        target="all_reduce",
     ),
-    Case("matmul_all_reduce tiles", _op("matmul_all_reduce"), TILES),
-    Case("matmul_all_reduce few rows", _op("matmul_all_reduce"), ((32, 8), (8, 8200)), ranks=2),
+    Case("matmul_all_reduce tiles", op_call("matmul_all_reduce"), TILES),
+    Case("matmul_all_reduce few rows", op_call("matmul_all_reduce"), ((32, 8), (8, 8200)), ranks=2),
     Case(
         "matmul_all_reduce tiles LayerNorm",
-        _with_norm("matmul_all_reduce", LAYER, 2),
+        norm_call("matmul_all_reduce", LAYER, 2),
         (*TILES, (128 * WORLD, 8), (8,), (8,)),
         3,
     ),
@@ -179,16 +150,6 @@ def _and_gradients(f):
         return y, pull(y)
 
     return both
-
-
-def _over_a_batch(f):
-    """vmap over the first operand, in another order for each example."""
-
-    def batched(x, *rest):
-        xs = jnp.stack([jnp.roll(x, i) for i in range(3)])
-        return jax.vmap(f, in_axes=(0,) + (None,) * len(rest))(xs, *rest)
-
-    return batched
 
 
 def _own_size(ys):
@@ -247,8 +208,8 @@ TRANSFORMS = {
     "cond and gradient": lambda op: _and_gradients(_cond(op)),
     "scan and gradient": lambda op: _and_gradients(_scan(op)),
     "checkpoint and gradient": lambda op: _and_gradients(jax.checkpoint(op)),
-    "vmap of gradients": lambda op: _over_a_batch(_and_gradients(op)),
-    "gradient of vmap": lambda op: _and_gradients(_over_a_batch(op)),
+    "vmap of gradients": lambda op: over_a_batch(_and_gradients(op)),
+    "gradient of vmap": lambda op: _and_gradients(over_a_batch(op)),
 }
 
 

@@ -8,25 +8,18 @@ import numpy as np
 import pytest
 from harness import (
     FUSED_DTYPES,
-    HALVES,
     PLATFORM,
     PRODUCTS,
     RANKS,
-    Call,
-    assert_close,
     assert_same_values,
     calls,
     check_gradients,
     check_values,
     each_call,
-    exact,
     examples,
     make_mesh,
     meshes,
-    normal,
     of_way,
-    operands,
-    per_device,
     run,
     special_values,
 )
@@ -36,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux._ops._spec import all_ops
+from jflux._stress.calls import HALVES, Call, assert_close, exact, normal, operands, per_device
 
 pytestmark = pytest.mark.usefixtures("small_sums")
 EACH_OP = pytest.mark.parametrize("op", PRODUCTS)

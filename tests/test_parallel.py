@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import DEVICES, PLATFORM, RANKS, x64_if
+from harness import DEVICES, PLATFORM, RANKS
 from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import parallel, testing
+from jflux._stress.calls import x64_if
 from jflux.parallel import NO_OVERLAP, Grid, Overlap, Scheme
 
 SCHEME = Scheme()

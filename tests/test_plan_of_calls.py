@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, Call, each_call, make_mesh, operands, per_device
+from harness import PLATFORM, each_call, make_mesh
 
 import jflux
 from jflux import _config, _heap, _native
@@ -32,6 +32,7 @@ from jflux._ops.products import (
     matmul_reduce_scatter,
 )
 from jflux._ranks import meshes
+from jflux._stress.calls import Call, operands, per_device
 
 GPU = Machine("cuda", sm_count=132, link_gbps=320.0, heap_bytes=2 << 30)
 SLOW = dataclasses.replace(GPU, link_gbps=40.0)

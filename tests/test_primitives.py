@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 from custom_primitives import AREAS, SOURCES, every_primitive, exact, reference, x_shape
-from harness import PLATFORM, RANKS, make_mesh, per_device, run
+from harness import PLATFORM, RANKS, make_mesh, run
 
 from jflux import _native, testing
+from jflux._stress.calls import per_device
 
 WORLDS = [n for n in (1, 2, 3, 4, 8) if n <= RANKS]
 

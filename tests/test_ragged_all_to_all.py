@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, RANKS, groups_of, make_mesh, normal, per_device, run, x64_if
+from harness import PLATFORM, RANKS, make_mesh, run
 from jax.sharding import PartitionSpec as P
 
 import jflux
@@ -16,6 +16,7 @@ from jflux import _config, _heap, testing
 from jflux._call import explain
 from jflux._call.plans import Machine, Path
 from jflux._ops.collectives import ragged_all_to_all as ragged
+from jflux._stress.calls import groups_of, normal, per_device, x64_if
 
 SIZES = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
 

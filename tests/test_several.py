@@ -6,24 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    PLATFORM,
-    RANKS,
-    assert_close,
-    compiled_text,
-    dots,
-    fused_calls,
-    make_mesh,
-    normal,
-    per_device,
-    run,
-)
+from harness import PLATFORM, RANKS, compiled_text, dots, fused_calls, make_mesh, run
 from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux._call import tuning_tables
 from jflux._call.plans import Machine, Path
 from jflux._ops import products as ops
+from jflux._stress.calls import assert_close, normal, per_device
 
 BF16 = jnp.bfloat16
 # Columns of each weight, or k of each term: whole tiles and not, aligned and not, more than the

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, make_mesh, per_device
+from harness import PLATFORM, make_mesh
 
 import jflux
+from jflux._stress.calls import per_device
 
 pytestmark = pytest.mark.skipif(PLATFORM == "gpu", reason="GPUs tell XLA of no kinds")
 MESH = make_mesh((2,))

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PRODUCTS, make_mesh, of_way, operands, per_device
+from harness import PRODUCTS, make_mesh, of_way
 from jax.sharding import PartitionSpec as P
 
 import jflux
 import jflux.nn as jnn
 from jflux._ops._spec import collectives
+from jflux._stress.calls import operands, per_device
 from jflux.parallel import _scheme
 
 pytestmark = pytest.mark.wide  # see conftest.strict

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, RANKS, groups_of, make_mesh, normal, per_device, run
+from harness import PLATFORM, RANKS, make_mesh, run
 from jax import lax
 
 import jflux
@@ -20,6 +20,7 @@ from jflux import _config, _native
 from jflux._call.plans import Machine, Path
 from jflux._own_kernels import buffer_layout, compiling, symm_check
 from jflux._own_kernels import symm_call as symm_call
+from jflux._stress.calls import groups_of, normal, per_device
 
 H100 = Machine("cuda", sm_count=132)
 on_cpus = pytest.mark.skipif(PLATFORM == "gpu", reason="kernels run here: tests/symm_gpu.py")

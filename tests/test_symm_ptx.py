@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, RANKS, make_mesh, per_device
+from harness import PLATFORM, RANKS, make_mesh
 from ptx_machine import Block, Memory, Program, Trap
 
 from jflux import _native
 from jflux._own_kernels import buffer_layout, symm_check
 from jflux._own_kernels import symm_call as symm_call
+from jflux._stress.calls import per_device
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "python_kernels"))
 

@@ -5,9 +5,10 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import OPS, PLATFORM, RANKS, Call, make_mesh, operands, per_device, run
+from harness import OPS, PLATFORM, RANKS, make_mesh, run
 
 from jflux import timeline
+from jflux._stress.calls import Call, operands, per_device
 
 WAIT, MULTIPLY, EPILOGUE, PARTS, SEND, STORE, COPY = range(7)
 

@@ -6,22 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    PLATFORM,
-    RANKS,
-    Call,
-    assert_close,
-    compiled_text,
-    dots,
-    exact,
-    exact_vjp,
-    fused_calls,
-    make_mesh,
-    normal,
-    operands,
-    per_device,
-    run,
-)
+from harness import PLATFORM, RANKS, compiled_text, dots, exact_vjp, fused_calls, make_mesh, run
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from layers import (
@@ -33,6 +18,8 @@ from layers import (
     layer_operands,
     mlp_layer,
 )
+
+from jflux._stress.calls import Call, assert_close, exact, normal, operands, per_device
 
 GATHER = Call("all_gather_matmul", lead=(3,), k=8, n=6, dtype=jnp.bfloat16)
 SCATTER = Call("matmul_reduce_scatter", lead=(3,), k=8, n=6, dtype=jnp.bfloat16)
@@ -90,18 +77,17 @@ def test_second_derivatives():
 # ---- Control flow --------------------------------------------------------------------------------
 
 
-@VMA
-def test_scan_over_layers_and_its_gradient(check_vma):
-    mesh = make_mesh((RANKS,))
-    x, w1, w2 = layer_operands(layers=5)
+def check_scan(layer, layers, check_vma=True):
+    """Values and gradients of a scan over layers."""
+    x, w1, w2 = layer_operands(layers=layers)
 
     def model(layer, x, w1, w2):
         return lax.scan(lambda h, ws: (h + layer(h, *ws), None), x, (w1, w2))[0]
 
     f = jax.shard_map(
-        functools.partial(model, mlp_layer),
-        mesh=mesh, in_specs=(P("tp"), P(None, None, "tp"), P(None, "tp")), out_specs=P("tp"),
-        check_vma=check_vma,
+        functools.partial(model, layer),
+        mesh=make_mesh((RANKS,)), in_specs=(P("tp"), P(None, None, "tp"), P(None, "tp")),
+        out_specs=P("tp"), check_vma=check_vma,
     )  # fmt: skip
 
     def step(f, x, w1, w2):
@@ -111,6 +97,11 @@ def test_scan_over_layers_and_its_gradient(check_vma):
     got = run(jax.jit(functools.partial(step, f)), x, w1, w2)
     plain = functools.partial(model, lambda x, w1, w2: jnp.tanh(x @ w1) @ w2)
     assert_near(got, in_float64(functools.partial(step, plain), x, w1, w2), roundings=60)
+
+
+@VMA
+def test_scan_over_layers_and_its_gradient(check_vma):
+    check_scan(mlp_layer, layers=5, check_vma=check_vma)
 
 
 @VMA
@@ -280,25 +271,7 @@ def test_recomputation_of_matmul_reduce_scatter_is_dropped():
 
 @pytest.mark.parametrize("policy", ["nothing", "gathered"])
 def test_checkpoint_inside_scan(policy):
-    mesh = make_mesh((RANKS,))
-    x, w1, w2 = layer_operands(layers=3)
-    layer = jax.checkpoint(mlp_layer, policy=POLICIES[policy])
-
-    def model(layer, x, w1, w2):
-        return lax.scan(lambda h, ws: (h + layer(h, *ws), None), x, (w1, w2))[0]
-
-    f = jax.shard_map(
-        functools.partial(model, layer),
-        mesh=mesh, in_specs=(P("tp"), P(None, None, "tp"), P(None, "tp")), out_specs=P("tp"),
-    )  # fmt: skip
-
-    def step(f, x, w1, w2):
-        y, pull = jax.vjp(f, x, w1, w2)
-        return y, pull(y)
-
-    got = run(jax.jit(functools.partial(step, f)), x, w1, w2)
-    plain = functools.partial(model, lambda x, w1, w2: jnp.tanh(x @ w1) @ w2)
-    assert_near(got, in_float64(functools.partial(step, plain), x, w1, w2), roundings=60)
+    check_scan(jax.checkpoint(mlp_layer, policy=POLICIES[policy]), layers=3)
 
 
 # ---- Donation ------------------------------------------------------------------------------------

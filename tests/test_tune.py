@@ -14,16 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import (
-    PLATFORM,
-    PRODUCTS,
-    RANKS,
-    compiled_text,
-    fused_calls,
-    make_mesh,
-    of_way,
-    per_device,
-)
+from harness import PLATFORM, PRODUCTS, RANKS, compiled_text, fused_calls, make_mesh, of_way
 from harness import operands as call_operands
 from workers.common import environment
 
@@ -34,6 +25,7 @@ from jflux._call.plans import Machine
 from jflux._call.tuning_tables import DECOMPOSED, Choice, Key
 from jflux._ops._spec import all_ops, products
 from jflux._ops.products import all_gather_matmul
+from jflux._stress.calls import per_device
 from jflux._tools import trials, tuner
 
 GPU = "NVIDIA H200"

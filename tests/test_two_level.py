@@ -15,20 +15,13 @@ import two_level_gpu
 from harness import (
     OPS,
     PLATFORM,
-    Call,
     check_gradients,
     check_values,
     each_call,
-    exchanged,
     fused_calls,
-    groups_of,
     make_mesh,
-    normal,
     of_way,
-    operands,
-    per_device,
     run,
-    world_of,
 )
 from jax import lax
 from jax.sharding import Mesh
@@ -43,6 +36,7 @@ from jflux._call.explain import explain
 from jflux._call.plans import Machine, Path
 from jflux._ops import _two_level, _two_level_plan
 from jflux._ranks.node_levels import Levels
+from jflux._stress.calls import Call, exchanged, groups_of, normal, operands, per_device, world_of
 
 pytestmark = pytest.mark.skipif(PLATFORM == "gpu", reason="tests/two_level_gpu.py is for GPUs")
 

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, make_mesh, per_device, run
+from harness import PLATFORM, make_mesh, run
 from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import moe
+from jflux._stress.calls import per_device
 
 pytestmark = pytest.mark.wide
 on_cpus = pytest.mark.skipif(PLATFORM != "cpu", reason="the CPU's handlers raise")

@@ -112,14 +112,12 @@ def attention(rng: random.Random, place: Place) -> Case:
         operands = (q, k, v, ids) if documents else (q, k, v)
         return operands, _outputs(o, size, lse, dtype, same=False)
 
-    return Case(
-        op="attention",
-        name=f"attention [{batch}, {own}, {heads}, {width}] on {groups} {np.dtype(dtype).name} "
-        f"{layout} {causal=} {window=} {softcap=} {documents} documents, {ring=} over {name}",
-        mesh=place.mesh,
-        axis_name=name,
-        body=body,
-        make=make,
+    return place.case(
+        "attention",
+        f"attention [{batch}, {own}, {heads}, {width}] on {groups} {np.dtype(dtype).name} "
+        f"{layout} {causal=} {window=} {softcap=} {documents} documents, {ring=}",
+        body,
+        make,
     )
 
 
@@ -164,14 +162,12 @@ def decoding(rng: random.Random, place: Place) -> Case:
                     cache[one][unread] = np.nan
         return (q, k, v, lengths), _outputs(o, size, lse, dtype, same=True)
 
-    return Case(
-        op="flash_decode",
-        name=f"flash_decode [{batch}, {heads}, {width}] on {groups} {np.dtype(dtype).name}, caches "
-        f"of {own} positions, {window=} {softcap=} over {name}",
-        mesh=place.mesh,
-        axis_name=name,
-        body=body,
-        make=make,
+    return place.case(
+        "flash_decode",
+        f"flash_decode [{batch}, {heads}, {width}] on {groups} {np.dtype(dtype).name}, caches "
+        f"of {own} positions, {window=} {softcap=}",
+        body,
+        make,
     )
 
 
@@ -208,12 +204,10 @@ def ulysses(rng: random.Random, place: Place) -> Case:
         o, size = found[..., :width], found[..., width:]
         return (q, k, v), [Output(o, 8 * size + 0.03, dtype, width)]
 
-    return Case(
-        op="ulysses_attention",
-        name=f"ulysses_attention [{batch}, {own}, {heads}, {width}] on {groups} "
-        f"{np.dtype(dtype).name} {causal=} over {name}",
-        mesh=place.mesh,
-        axis_name=name,
-        body=body,
-        make=make,
+    return place.case(
+        "ulysses_attention",
+        f"ulysses_attention [{batch}, {own}, {heads}, {width}] on {groups} "
+        f"{np.dtype(dtype).name} {causal=}",
+        body,
+        make,
     )

@@ -91,6 +91,18 @@ class Place:
         """Ranks of a group."""
         return calls.world_of(self.mesh, self.axis_name)
 
+    def case(
+        self,
+        op: str,
+        name: str,
+        body: Callable[..., Any],
+        make: Callable[[int], Data],
+        **more: Any,
+    ) -> Case:
+        """A call that is drawn for here."""
+        name = f"{name} over {self.axis_name}"
+        return Case(op, name, self.mesh, self.axis_name, body, make, **more)
+
     def draw_type(self, rng: random.Random) -> Any:
         """Of operands: the GPU kernels of experts and attention take 16-bit floats alone."""
         return rng.choice(HALVES if self.platform == "cuda" else FLOATS)

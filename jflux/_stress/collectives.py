@@ -55,14 +55,7 @@ def collective(rng: random.Random, place: Place, *, spec: OpSpec | None = None) 
         return (x,), [Output(want, scale, dtype, place.world if sums else 1, same)]
 
     said = ", ".join(f"{name}={value}" for name, value in options.items())
-    return Case(
-        op=op.name,
-        name=f"{op.name} {shape} {np.dtype(dtype).name} {said} over {place.axis_name}",
-        mesh=place.mesh,
-        axis_name=place.axis_name,
-        body=f,
-        make=make,
-    )
+    return place.case(op.name, f"{op.name} {shape} {np.dtype(dtype).name} {said}", f, make)
 
 
 def all_reduce(rng: random.Random, place: Place) -> Case:
@@ -79,13 +72,11 @@ def all_reduce(rng: random.Random, place: Place) -> Case:
         want, scale = sums_of(place, x, abs(x))
         return (x,), [Output(want, scale, dtype, world, same=True)]
 
-    return Case(
-        op="all_reduce",
-        name=f"all_reduce {algorithm} {size} {np.dtype(dtype).name} over {place.axis_name}",
-        mesh=place.mesh,
-        axis_name=place.axis_name,
-        body=functools.partial(jflux.all_reduce, axis_name=place.axis_name, algorithm=algorithm),
-        make=make,
+    return place.case(
+        "all_reduce",
+        f"all_reduce {algorithm} {size} {np.dtype(dtype).name}",
+        functools.partial(jflux.all_reduce, axis_name=place.axis_name, algorithm=algorithm),
+        make,
     )
 
 
@@ -124,14 +115,11 @@ def norm(rng: random.Random, place: Place) -> Case:
         want = Output(sums * over + added, sizes * abs(over) + abs(added), dtype, place.world, True)
         return (x,), [want]
 
-    return Case(
-        op="all_reduce",
-        name=f"all_reduce and {after.name} norm {algorithm} {rows} x {width} "
-        f"{np.dtype(dtype).name} over {place.axis_name}",
-        mesh=place.mesh,
-        axis_name=place.axis_name,
-        body=body,
-        make=make,
+    return place.case(
+        "all_reduce",
+        f"all_reduce and {after.name} norm {algorithm} {rows} x {width} {np.dtype(dtype).name}",
+        body,
+        make,
         is_xlas=place.world == 1,
     )
 
@@ -156,14 +144,7 @@ def there_and_back(rng: random.Random, place: Place, most: int = 20_000) -> Case
         scale = 2 * abs(wide) + place.world * abs(first)
         return (x,), [Output(want, scale, jnp.bfloat16, place.world)]
 
-    return Case(
-        op="all_to_all",
-        name=f"exchanges there and back {size} over {name}",
-        mesh=place.mesh,
-        axis_name=name,
-        body=body,
-        make=make,
-    )
+    return place.case("all_to_all", f"exchanges there and back {size}", body, make)
 
 
 def pieces(rng: random.Random, place: Place) -> Case:
@@ -190,13 +171,11 @@ def pieces(rng: random.Random, place: Place) -> Case:
         return (x,), [Output(want, scale, dtype, world, same=op == "all_gather")]
 
     said = ", ".join(f"{name}={value}" for name, value in options.items())
-    return Case(
-        op=op,
-        name=f"{op} {shape} {np.dtype(dtype).name} {said} over {place.axis_name}",
-        mesh=place.mesh,
-        axis_name=place.axis_name,
-        body=functools.partial(getattr(jflux, op), axis_name=place.axis_name, **options),
-        make=make,
+    return place.case(
+        op,
+        f"{op} {shape} {np.dtype(dtype).name} {said}",
+        functools.partial(getattr(jflux, op), axis_name=place.axis_name, **options),
+        make,
     )
 
 
@@ -227,12 +206,4 @@ def xla(rng: random.Random, place: Place) -> Case:
         want, scale = (b @ np.swapaxes(b, -1, -2) for b in (a, abs(a)))
         return (x,), [Output(want, scale, np.float32, shape[1])]
 
-    return Case(
-        op="xla",
-        name=f"XLA's {kind} of {shape} over {place.axis_name}",
-        mesh=place.mesh,
-        axis_name=place.axis_name,
-        body=body,
-        make=make,
-        is_xlas=True,
-    )
+    return place.case("xla", f"XLA's {kind} of {shape}", body, make, is_xlas=True)

@@ -63,14 +63,12 @@ def dispatch(rng: random.Random, place: Place) -> Case:
         want = Output(wide * factors, 2 * abs(wide) * factors, dtype, k)
         return (x, indices, weights), [want]
 
-    return Case(
-        op="moe_dispatch",
-        name=f"moe_dispatch and moe_combine of {tokens} tokens x {width} {np.dtype(dtype).name}, "
-        f"{k} of {experts} experts, {layout}, partial_sums={sums} over {name}",
-        mesh=place.mesh,
-        axis_name=name,
-        body=body,
-        make=make,
+    return place.case(
+        "moe_dispatch",
+        f"moe_dispatch and moe_combine of {tokens} tokens x {width} {np.dtype(dtype).name}, "
+        f"{k} of {experts} experts, {layout}, partial_sums={sums}",
+        body,
+        make,
     )
 
 
@@ -123,14 +121,12 @@ def experts(rng: random.Random, place: Place) -> Case:
         want = Output(exact(*wide), scale, dtype, place.world * hidden * width)
         return (x, indices, weights, up, down), [want]
 
-    return Case(
-        op="grouped_matmul",
-        name=f"experts split by {split}: {tokens} tokens x {width} x {hidden} "
-        f"{np.dtype(dtype).name}, {k} of {count} over {name}",
-        mesh=place.mesh,
-        axis_name=name,
-        body=body,
-        make=make,
+    return place.case(
+        "grouped_matmul",
+        f"experts split by {split}: {tokens} tokens x {width} x {hidden} "
+        f"{np.dtype(dtype).name}, {k} of {count}",
+        body,
+        make,
     )
 
 
@@ -159,11 +155,4 @@ def merge(rng: random.Random, place: Place) -> Case:
         want = Output(merged(lambda o: o), 16 * merged(abs), np.float32, place.world, same=True)
         return (pair,), [want]
 
-    return Case(
-        op="decode_merge",
-        name=f"decode_merge of {rows} rows x {width} over {place.axis_name}",
-        mesh=place.mesh,
-        axis_name=place.axis_name,
-        body=body,
-        make=make,
-    )
+    return place.case("decode_merge", f"decode_merge of {rows} rows x {width}", body, make)

@@ -73,13 +73,11 @@ def product(rng: random.Random, place: Place, *, spec: OpSpec | None = None, **f
         want, scale = want + residual.astype(np.float64), scale + abs(residual)
         return (x, w, bias, residual), [Output(want, scale, dtype, terms)]
 
-    return Case(
-        op=call.op,
-        name=f"{call.op} {call} {'with more ' if more else ''}over {place.axis_name}",
-        mesh=place.mesh,
-        axis_name=place.axis_name,
-        body=body,
-        make=make,
+    return place.case(
+        call.op,
+        f"{call.op} {call}{' with more' if more else ''}",
+        body,
+        make,
         is_xlas=place.world == 1 or call.is_exchange,  # an all-to-all may be two calls as well
         most_bytes=4 * place.world * math.prod(call.lead) * max(call.n, call.k),
     )
@@ -117,13 +115,11 @@ def large_sum(rng: random.Random, place: Place) -> Case:
         operand = np.ascontiguousarray(np.swapaxes(w, -1, -2)) if transpose_rhs else w
         return (x, operand), [Output(want, scale, dtype, world * k, same=True)]
 
-    return Case(
-        op="matmul_all_reduce",
-        name=f"matmul_all_reduce {rows} x {n} x {k} {transpose_rhs=} {np.dtype(dtype).name} "
-        f"{'and a residual ' if adds else ''}over {place.axis_name}",
-        mesh=place.mesh,
-        axis_name=place.axis_name,
-        body=body,
-        make=make,
+    return place.case(
+        "matmul_all_reduce",
+        f"matmul_all_reduce {rows} x {n} x {k} {transpose_rhs=} {np.dtype(dtype).name}"
+        f"{' and a residual' if adds else ''}",
+        body,
+        make,
         is_xlas=world == 1,
     )

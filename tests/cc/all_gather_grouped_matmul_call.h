@@ -153,14 +153,7 @@ class AllGatherGroupedMatmulCall : public Call {
 inline AllGatherGroupedMatmulParams GatheredParams(int32_t world, int64_t tokens, int32_t choices,
                                                    int32_t parts, int64_t k, int64_t n,
                                                    int64_t groups, DType in, DType out) {
-  AllGatherGroupedMatmulParams p{world, tokens, choices, parts, {}};
-  p.product.m = world * tokens * choices;
-  p.product.k = k;
-  p.product.n = n;
-  p.product.groups = groups;
-  p.product.dtype = in;
-  p.product.out_dtype = out;
-  return p;
+  return {world, tokens, choices, parts, {world * tokens * choices, k, n, groups, in, out}};
 }
 
 inline const bool kRandomAllGatherGrouped =

@@ -23,20 +23,13 @@ const Shape kShapes[] = {
     {13, 3, 8, 1, 1, 64},     // one expert
     {5, 2, 12, 17, 40, 256},  // most experts have no rows
 };
-const struct {
-  DType in, out;
-} kDtypes[] = {{DType::kF32, DType::kF32},
-               {DType::kF64, DType::kF64},
-               {DType::kBF16, DType::kBF16},
-               {DType::kF16, DType::kF32}};
 
 void Check(int world, const RunOptions& options) {
   uint32_t seed = 100 * world;
   for (const Shape& s : kShapes) {
-    for (const auto& dtypes : kDtypes) {
+    for (const auto& [in, out] : kGroupedTypes) {
       ++seed;
-      auto p = GatheredParams(world, s.tokens, s.choices, seed % 4, s.k, s.n, s.groups, dtypes.in,
-                              dtypes.out);
+      auto p = GatheredParams(world, s.tokens, s.choices, seed % 4, s.k, s.n, s.groups, in, out);
       p.product.transpose_rhs = seed % 2;
       p.product.gated = seed % 3 == 0;
       p.product.activation = seed % 3 == 2 ? Activation::kNone : Activation::kRelu;
@@ -72,14 +65,7 @@ TEST(RanksThatDisagreeAreTold) {
 }
 
 TEST(OffsetsThatMakeNoSenseAreRefused) {
-  for (const auto& [at, value] : {std::pair{1, -1}, std::pair{2, 1000}, std::pair{1, 49}}) {
-    AllGatherGroupedMatmulCall call = Small(8, 8);
-    call.offsets()[at] = value;
-    PlainHeap heap(3, call.Workspace());
-    for (const std::string& error : RunRanks(heap, {&call})) {
-      EXPECT(error.find("group_sizes") != std::string::npos) << error;
-    }
-  }
+  ExpectBadOffsetsAreRefused([] { return Small(8, 8); }, 3);
 }
 
 // What calls take on H200s.
@@ -87,18 +73,9 @@ TEST(Plans) {
   const Op& op = *FindOp("all_gather_grouped_matmul");
   const auto plan = [&](int64_t world, int64_t tokens, int64_t choices, int64_t k, int64_t n,
                         int64_t groups, int64_t gated) {
-    return PlanOf(op,
-                  Fields{{"world", world},
-                         {"tokens", tokens},
-                         {"choices", choices},
-                         {"k", k},
-                         {"n", n},
-                         {"groups", groups},
-                         {"dtype", 1},
-                         {"out_dtype", 1},
-                         {"transpose_rhs", 0},
-                         {"gated", gated}},
-                  Machine{132});
+    Fields call = GroupedCall(world, tokens, choices, k, n, groups);
+    call["gated"] = gated;
+    return PlanOf(op, call, Machine{132});
   };
   // Mixtral's experts on 2 ranks, with many tokens and with few; DeepSeek-V3's on 8.
   EXPECT_EQ(plan(2, 4096, 2, 4096, 7168, 8, 1)["parts"], 4);
@@ -113,9 +90,8 @@ TEST(Plans) {
   EXPECT_EQ(plan(8, 8191, 8, 4096, 192, 128, 1)["parts"], 0);
   EXPECT_EQ(plan(8, 32768, 8, 4096, 192, 257, 1)["parts"], 0);
   EXPECT_EQ(plan(1, 4096, 2, 4096, 7168, 8, 0)["parts"], 0);
-  const Fields call{
-      {"world", 2}, {"tokens", 64},   {"choices", 2},       {"k", 64},   {"n", 64}, {"groups", 4},
-      {"dtype", 1}, {"out_dtype", 1}, {"transpose_rhs", 0}, {"gated", 0}};
+  Fields call = GroupedCall(2, 64, 2, 64, 64, 4);
+  call["gated"] = 0;
   ExpectRefusals("all_gather_grouped_matmul", call);
   Fields odd = call;
   odd["k"] = 60;

@@ -52,6 +52,10 @@ struct ProductTypes {
 constexpr ProductTypes kProductTypes[] = {
     {DType::kF32, DType::kF32},  {DType::kF64, DType::kF64}, {DType::kBF16, DType::kBF16},
     {DType::kBF16, DType::kF32}, {DType::kF16, DType::kF16}, {DType::kF32, DType::kBF16}};
+constexpr ProductTypes kGroupedTypes[] = {{DType::kF32, DType::kF32},
+                                          {DType::kF64, DType::kF64},
+                                          {DType::kBF16, DType::kBF16},
+                                          {DType::kF16, DType::kF32}};
 
 }  // namespace jflux
 

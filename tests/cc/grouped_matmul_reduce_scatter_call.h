@@ -112,14 +112,8 @@ inline GroupedMatmulReduceScatterParams ScatteredParams(int32_t world, int64_t t
                                                         int32_t choices, int32_t parts,
                                                         int32_t item_tokens, int64_t k, int64_t n,
                                                         int64_t groups, DType in, DType out) {
-  GroupedMatmulReduceScatterParams p{world, tokens, choices, parts, item_tokens, {}};
-  p.product.m = world * tokens * choices;
-  p.product.k = k;
-  p.product.n = n;
-  p.product.groups = groups;
-  p.product.dtype = in;
-  p.product.out_dtype = out;
-  return p;
+  return {world, tokens,      choices,
+          parts, item_tokens, {world * tokens * choices, k, n, groups, in, out}};
 }
 
 // 8 ranks, 3 choices and k of 8: no sum exceeds 192, which bf16 represents exactly.

@@ -24,20 +24,14 @@ const Shape kShapes[] = {
     {13, 3, 8, 1, 1, 1},   // one expert
     {5, 2, 7, 17, 40, 2},  // most experts have no rows
 };
-const struct {
-  DType in, out;
-} kDtypes[] = {{DType::kF32, DType::kF32},
-               {DType::kF64, DType::kF64},
-               {DType::kBF16, DType::kBF16},
-               {DType::kF16, DType::kF32}};
 
 void Check(int world, const RunOptions& options) {
   uint32_t seed = 100 * world;
   for (const Shape& s : kShapes) {
-    for (const auto& dtypes : kDtypes) {
+    for (const auto& [in, out] : kGroupedTypes) {
       ++seed;
       auto p = ScatteredParams(world, s.tokens, s.choices, seed % 5, s.item_tokens, s.k, s.n,
-                               s.groups, dtypes.in, dtypes.out);
+                               s.groups, in, out);
       p.product.transpose_rhs = seed % 2;
       ExpectRight(world, options, seed, [&](uint32_t call_seed) {
         return std::make_unique<GroupedMatmulReduceScatterCall>(
@@ -66,33 +60,13 @@ TEST(RanksThatDisagreeAreTold) {
 }
 
 TEST(OffsetsThatMakeNoSenseAreRefused) {
-  for (const auto& [at, value] : {std::pair{1, -1}, std::pair{2, 1000}, std::pair{1, 49}}) {
-    GroupedMatmulReduceScatterCall call = Small(8, 8);
-    call.offsets()[at] = value;
-    PlainHeap heap(3, call.Workspace());
-    for (const std::string& error : RunRanks(heap, {&call})) {
-      EXPECT(error.find("group_sizes") != std::string::npos) << error;
-    }
-  }
+  ExpectBadOffsetsAreRefused([] { return Small(8, 8); }, 3);
 }
 
 // What calls take on H200s.
 TEST(Plans) {
   const Op& op = *FindOp("grouped_matmul_reduce_scatter");
-  const auto plan = [&](int64_t world, int64_t tokens, int64_t choices, int64_t k, int64_t n,
-                        int64_t groups) {
-    return PlanOf(op,
-                  Fields{{"world", world},
-                         {"tokens", tokens},
-                         {"choices", choices},
-                         {"k", k},
-                         {"n", n},
-                         {"groups", groups},
-                         {"dtype", 1},
-                         {"out_dtype", 1},
-                         {"transpose_rhs", 0}},
-                  Machine{132});
-  };
+  const auto plan = [&](auto... sizes) { return PlanOf(op, GroupedCall(sizes...), Machine{132}); };
   // Mixtral's experts on 2 ranks, with many tokens and with few; Qwen3-30B-A3B's; on one rank.
   Fields mixtral = plan(2, 4096, 2, 7168, 4096, 8);
   EXPECT_EQ(mixtral["parts"], 2);
@@ -104,8 +78,7 @@ TEST(Plans) {
   EXPECT_EQ(plan(2, 4096, 8, 384, 2048, 128)["item_tokens"], 2);
   EXPECT_EQ(plan(1, 4096, 2, 7168, 4096, 8)["parts"], 0);
   EXPECT_EQ(plan(2, 4096, 2, 7168, 64, 8)["item_tokens"], 16);
-  const Fields call{{"world", 2},  {"tokens", 64}, {"choices", 2},   {"k", 64},           {"n", 64},
-                    {"groups", 4}, {"dtype", 1},   {"out_dtype", 1}, {"transpose_rhs", 0}};
+  const Fields call = GroupedCall(2, 64, 2, 64, 64, 4);
   ExpectRefusals("grouped_matmul_reduce_scatter", call);
   Fields odd = call;
   odd["n"] = 60;

@@ -36,6 +36,14 @@ struct PlannedProduct {
   }
 };
 
+// A call of a product of rows that experts' tokens have, in bfloat16.
+inline Fields GroupedCall(int64_t world, int64_t tokens, int64_t choices, int64_t k, int64_t n,
+                          int64_t groups) {
+  return {{"world", world}, {"tokens", tokens}, {"choices", choices},
+          {"k", k},         {"n", n},           {"groups", groups},
+          {"dtype", 1},     {"out_dtype", 1},   {"transpose_rhs", 0}};
+}
+
 inline std::string InWords(const Fields& fields) {
   std::string text;
   for (const auto& [name, value] : fields) text += name + "=" + std::to_string(value) + " ";

@@ -3,6 +3,7 @@
 #define JFLUX_TESTS_CC_RANK_ERRORS_H_
 
 #include <string>
+#include <utility>
 
 #include "ranks.h"
 #include "testing.h"
@@ -49,6 +50,19 @@ inline void ExpectDisagreementIsTold(Call& rank1s, Call& others, int world) {
   const auto errors = RunRanks(heap, {&call});
   for (const std::string& error : errors) {
     EXPECT(error.find("The ranks run different calls") != std::string::npos) << error;
+  }
+}
+
+// make(): a call of experts' rows, whose offsets can be changed.
+template <typename Make>
+void ExpectBadOffsetsAreRefused(const Make& make, int world) {
+  for (const auto& [at, value] : {std::pair{1, -1}, std::pair{2, 1000}, std::pair{1, 49}}) {
+    auto call = make();
+    call.offsets()[at] = value;
+    PlainHeap heap(world, call.Workspace());
+    for (const std::string& error : RunRanks(heap, {&call})) {
+      EXPECT(error.find("group_sizes") != std::string::npos) << error;
+    }
   }
 }
 

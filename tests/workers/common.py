@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import pathlib
@@ -10,7 +11,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
 
 import jflux
 
@@ -67,6 +71,27 @@ def leave_last(process: int) -> None:
     so it stays until its input is closed, which is when all others have ended."""
     if process == 0:
         sys.stdin.read()
+
+
+def expect_error(f: Callable[..., Any], *args: Any) -> None:
+    """Calls f, and prints the error that it ends in, and when."""
+    start = time.monotonic()
+    try:
+        jax.block_until_ready(f(*args))
+        print("no error")
+    except Exception as error:
+        print("error:", str(error).replace("\n", " "))
+    print(f"seconds: {time.monotonic() - start:.1f}", flush=True)
+
+
+def join(args: argparse.Namespace) -> None:
+    """Meets the other ranks of a worker that has one device."""
+    if args.gpus == 0:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        f"127.0.0.1:{args.port}", args.ranks, args.rank,
+        local_device_ids=[args.rank % args.gpus] if args.gpus else None,
+    )  # fmt: skip
 
 
 def run_together(

@@ -14,6 +14,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common import expect_error  # beside this file
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -43,17 +44,7 @@ def operands(k=16, n=8):
 
 def attempt(f, *args):
     """Compiles and calls f, and prints the error that it ends in."""
-    attempt_compiled(f.lower(*args).compile(), *args)
-
-
-def attempt_compiled(f, *args):
-    start = time.monotonic()
-    try:
-        jax.block_until_ready(f(*args))
-        print("no error")
-    except Exception as error:
-        print("error:", str(error).replace("\n", " "))
-    print(f"seconds: {time.monotonic() - start:.1f}", flush=True)
+    expect_error(f.lower(*args).compile(), *args)
 
 
 def gather(x, w):
@@ -209,8 +200,8 @@ def a_failed_launch():
     f = f.lower(*args).compile()
     jax.block_until_ready(f(*args))
     with testing.failing_launches(MESH.devices.flat[-1]):
-        attempt_compiled(f, *args)
-    attempt_compiled(f, *args)
+        expect_error(f, *args)
+    expect_error(f, *args)
 
 
 def concurrent_graphs():

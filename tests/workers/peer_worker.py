@@ -19,7 +19,7 @@ import jax
 import jax.extend.backend
 import jax.numpy as jnp
 import numpy as np
-from common import leave_last  # beside this file
+from common import expect_error, leave_last  # beside this file
 from jax import lax
 from jax._src import distributed
 from jax.sharding import Mesh, NamedSharding
@@ -420,16 +420,6 @@ def compiled_by_all(f, *operands):
     compiled = f.lower(*operands).compile()
     distributed.global_state.client.wait_at_barrier("compiled", 60_000)
     return compiled
-
-
-def expect_error(f, *operands):
-    start = time.monotonic()
-    try:
-        jax.block_until_ready(f(*operands))
-        print("no error")
-    except Exception as error:
-        print("error:", str(error).replace("\n", " "))
-    print(f"seconds: {time.monotonic() - start:.1f}", flush=True)
 
 
 def dies(how, op):

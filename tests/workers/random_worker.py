@@ -18,6 +18,8 @@ from typing import Any
 
 import jax
 
+from workers.common import join
+
 parser = argparse.ArgumentParser(description=__doc__)
 for name in ("ranks", "calls", "seed", "steps", "rank", "port", "gpus"):
     parser.add_argument(f"--{name}", type=int, required=True)
@@ -28,12 +30,7 @@ parser.add_argument("--small", action="store_true")
 parser.add_argument("--deadline", type=float, required=True)
 args = parser.parse_args()
 
-if args.gpus == 0:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(
-    f"127.0.0.1:{args.port}", args.ranks, args.rank,
-    local_device_ids=[args.rank % args.gpus] if args.gpus else None,
-)  # fmt: skip
+join(args)
 
 # These look at the devices.
 import custom_primitives  # noqa: E402
@@ -49,7 +46,7 @@ from jflux import _config, _native, testing  # noqa: E402
 from jflux._call import tuning_tables  # noqa: E402
 from jflux._ops._spec import OpSpec, all_ops  # noqa: E402
 from jflux._ops.collectives.exchange import MOST_BYTES_IN_PACKETS  # noqa: E402
-from jflux._stress import cases, collectives, products  # noqa: E402
+from jflux._stress import calls, cases, collectives, products  # noqa: E402
 from jflux._stress.cases import Case  # noqa: E402
 from jflux._stress.programs import draw_choice, put  # noqa: E402
 
@@ -103,7 +100,7 @@ def run_and_check(chosen: Chosen, epochs: int | None) -> None:
     def thrice(*operands):
         return lax.scan(lambda _, __: (None, case.body(*operands)), None, length=3)[1]
 
-    f = jax.jit(harness.per_device(case.mesh, thrice))
+    f = jax.jit(calls.per_device(case.mesh, thrice))
     arrays, (output,) = case.make(chosen.seed)
     operands = tuple(put(a, case.mesh) for a in arrays)
     lead = case.mesh.devices.ndim
@@ -119,7 +116,7 @@ def run_and_check(chosen: Chosen, epochs: int | None) -> None:
         (shard,) = y.addressable_shards
         at = shard.index[:lead]
         for got in np.moveaxis(np.asarray(shard.data), lead, 0):
-            harness.assert_close(got, output.want[at], output.scale[at], output.dtype, output.terms)
+            calls.assert_close(got, output.want[at], output.scale[at], output.dtype, output.terms)
             bits.add(got.tobytes())
     assert len(bits) == 1, "two runs differ"
 
@@ -153,7 +150,7 @@ def replay_and_check(chosen: Chosen) -> None:
 
     arrays, (output,) = case.make(chosen.seed)
     operands = tuple(put(a, case.mesh) for a in arrays)
-    once, many = (jax.jit(harness.per_device(case.mesh, f)) for f in (scaled, loop))
+    once, many = (jax.jit(calls.per_device(case.mesh, f)) for f in (scaled, loop))
 
     def replayed():
         before = _native.lib.cuda_launches() if args.gpus else 0
@@ -174,7 +171,7 @@ def replay_and_check(chosen: Chosen) -> None:
                 got, want = mine(ys)[i], 2 * mine(once(wide(sign * factors[i]), *operands))
                 if chosen.is_xlas:
                     scale = 4 * mine(put(output.scale, case.mesh))
-                    harness.assert_close(got, want, scale, output.dtype, 2 * output.terms)
+                    calls.assert_close(got, want, scale, output.dtype, 2 * output.terms)
                 else:
                     np.testing.assert_array_equal(got, want)
 
@@ -224,7 +221,7 @@ def _product(rng: random.Random, place: cases.Place, **fields: Any) -> Chosen:
     # A gathered x would be a second result; and sums for all ranks have a kind of their own.
     names = [fields["op"]] if "op" in fields else harness.OPS
     spec = all_ops()[rng.choice(names)]
-    drawn = {"dtype": rng.choice(harness.HALVES), "gathered": False} | fields
+    drawn = {"dtype": rng.choice(calls.HALVES), "gathered": False} | fields
     case = products.product(rng, place, spec=spec, **drawn)
     choice = draw_choice(rng, place.platform)
     if not case.is_xlas and rng.random() < 0.25 and case.most_bytes <= MOST_BYTES_IN_PACKETS:
@@ -283,7 +280,7 @@ def _custom(rng: random.Random, place: cases.Place) -> Chosen:
 
     def make(seed):
         shape = (*mesh.devices.shape, *custom_primitives.x_shape(place.world, count))
-        x = harness.normal(seed, shape, np.float32)
+        x = calls.normal(seed, shape, np.float32)
         want = custom_primitives.exact(mesh, axis_name, x.view(np.int32)).view(np.float32)
         wide = want.astype(np.float64)
         return (x,), [cases.Output(wide, abs(wide), np.float32, 1)]

@@ -13,6 +13,8 @@ import time
 
 import jax
 
+from workers.common import join, leave_last
+
 parser = argparse.ArgumentParser(description=__doc__)
 for name in ("ranks", "rank", "port", "gpus"):
     parser.add_argument(f"--{name}", type=int, required=True)
@@ -21,12 +23,7 @@ for name in ("deadline", "warn", "late"):
 parser.add_argument("--op", required=True)
 args = parser.parse_args()
 
-if args.gpus == 0:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(
-    f"127.0.0.1:{args.port}", args.ranks, args.rank,
-    local_device_ids=[args.rank % args.gpus] if args.gpus else None,
-)  # fmt: skip
+join(args)
 
 # These look at the devices.
 import jax.numpy as jnp  # noqa: E402
@@ -38,7 +35,6 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import jflux  # noqa: E402
 from jflux import testing  # noqa: E402
 from jflux._ops.products import matmul_all_reduce  # noqa: E402
-from workers.common import leave_last  # noqa: E402
 
 ROWS, K, N = 128 * args.ranks, 64, 256
 

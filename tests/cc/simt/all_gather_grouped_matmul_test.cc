@@ -23,9 +23,9 @@ struct Case {
 
 class DeviceCall : public AllGatherGroupedMatmulCall {
  public:
-  DeviceCall(const Case& c, Routed routed, uint32_t seed)
-      : AllGatherGroupedMatmulCall(c.p, CudaLayoutOf(c.p).chunk_bytes, routed, seed,
-                                   /*own=*/seed % 2 == 1),
+  DeviceCall(const Case& c, uint32_t seed)
+      : AllGatherGroupedMatmulCall(c.p, CudaLayoutOf(c.p).chunk_bytes,
+                                   static_cast<Routed>(seed % 4), seed, /*own=*/seed % 2 == 1),
         c_(c) {}
   bool Launch(const CudaDevice& device, const SymmetricView& view, std::string* error) {
     return LoadAllGatherGroupedMatmulKernels(error) &&
@@ -38,13 +38,7 @@ class DeviceCall : public AllGatherGroupedMatmulCall {
 };
 
 int64_t Run(const Case& c, uint32_t seed) {
-  std::vector<std::unique_ptr<DeviceCall>> calls;
-  for (uint32_t i = 0; i < 3; ++i) {
-    calls.push_back(
-        std::make_unique<DeviceCall>(c, static_cast<Routed>((seed + i) % 4), 3 * seed + i));
-  }
-  simt::DeviceHeap heap(c.p.world, calls[0]->Workspace(), c.hooks);
-  return simt::WrongOnDevices(heap, c.p.world, calls, seed);
+  return simt::WrongOnDevices<DeviceCall>(c, c.p.world, seed);
 }
 
 constexpr DType kBF16 = DType::kBF16, kF16 = DType::kF16, kF32 = DType::kF32;
@@ -60,7 +54,7 @@ AllGatherGroupedMatmulParams With(AllGatherGroupedMatmulParams p, bool transpose
 }
 
 // The first ones are enough for each day; a long search runs all.
-constexpr int kUsual = 3;
+constexpr size_t kUsual = 3;
 // GatheredParams(world, tokens, choices, parts, k, n, groups, ...)
 const Case kCases[] = {
     {GatheredParams(2, 60, 2, 1, 136, 136, 3, kBF16, kBF16), {192, 1, 1}, 2},
@@ -86,21 +80,12 @@ const Case kCases[] = {
 
 TEST(GathersAndMultiplies) {
   simt::SetSmCount(kSms);
-  uint32_t seed = 1;
-  const int schedules = simt::Schedules(1);
-  for (const Case& c : kCases) {
-    if (schedules == 1 && &c - kCases >= kUsual) break;
-    for (int schedule = 0; schedule < schedules; ++schedule, ++seed) {
-      EXPECT_EQ(Run(c, seed), 0) << "case " << &c - kCases << ", seed " << seed;
-    }
-  }
+  simt::ExpectNoneWrong(kCases, Run, simt::Schedules(1) == 1 ? kUsual : std::size(kCases));
 }
 
 TEST(MissingWaitsAreFound) {
   simt::SetSmCount(kSms);
-  Case c = kCases[1];
-  c.hooks.skip_waits = 1;
-  EXPECT(Run(c, 4) > 0);
+  simt::ExpectWrongWithoutWaits(kCases[1], Run, 4);
 }
 
 }  // namespace

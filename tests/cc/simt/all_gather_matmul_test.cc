@@ -123,9 +123,7 @@ TEST(GathersAndMultiplies) {
 
 TEST(MissingWaitsAreFound) {
   simt::SetSmCount(kSms);
-  Case c = kCases[0];
-  c.hooks.skip_waits = 1;
-  EXPECT(Run(c, 1) > 0);
+  simt::ExpectWrongWithoutWaits(kCases[0], Run);
 }
 
 // A peer that never calls: the run fails, and says who waits.

@@ -22,21 +22,17 @@ class DeviceCall : public Base {
   }
 };
 
-// make(i): call i.
 template <typename Make>
-int64_t Run(const AllReduceParams& p, const TestHooks& hooks, uint32_t seed, Make&& make) {
-  std::vector<decltype(make(0u))> calls;
-  for (uint32_t i = 0; i < 3; ++i) calls.push_back(make(i));
+int64_t Run(const AllReduceParams& p, const TestHooks& hooks, uint32_t seed, const Make& make) {
   simt::DeviceHeap heap = p.algorithm == AllReduceAlgorithm::kChunked
                               ? simt::DeviceHeap(p.world, p.Chunks().Workspace(), hooks)
                               : simt::DeviceHeap(p.world, p.Workspace(), hooks);
-  return simt::WrongOnDevices(heap, p.world, calls, seed);
+  return simt::WrongOnDevices(heap, p.world, seed, make);
 }
 
 int64_t RunSums(const AllReduceParams& p, const TestHooks& hooks, uint32_t seed) {
-  return Run(p, hooks, seed, [&](uint32_t i) {
-    return std::make_unique<DeviceCall<AllReduceCall>>(p, 3 * seed + i);
-  });
+  return Run(p, hooks, seed,
+             [&](uint32_t of) { return std::make_unique<DeviceCall<AllReduceCall>>(p, of); });
 }
 
 TEST(Sums) {
@@ -70,9 +66,9 @@ TEST(RowsAreNormalised) {
         p.width = 120;
         p.epsilon = 0.01;
         for (int schedule = 0; schedule < simt::Schedules(1); ++schedule, ++seed) {
-          const int64_t wrong = Run(p, {0, seed % 2 == 0 ? 50u : 0u}, seed, [&](uint32_t i) {
-            return std::make_unique<DeviceCall<NormCall>>(p, /*wide_scale=*/i == 1,
-                                                          /*bias=*/seed % 2 == 1, 3 * seed + i);
+          const int64_t wrong = Run(p, {0, seed % 2 == 0 ? 50u : 0u}, seed, [&](uint32_t of) {
+            return std::make_unique<DeviceCall<NormCall>>(p, /*wide_scale=*/of % 3 == 1,
+                                                          /*bias=*/seed % 2 == 1, of);
           });
           EXPECT_EQ(wrong, 0) << "rows " << rows << " world " << world << " seed " << seed;
         }

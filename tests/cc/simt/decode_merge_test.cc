@@ -22,10 +22,9 @@ class DeviceCall : public DecodeMergeCall {
 };
 
 int64_t Run(const DecodeMergeParams& p, const TestHooks& hooks, uint32_t seed) {
-  std::vector<std::unique_ptr<DeviceCall>> calls;
-  for (uint32_t i = 0; i < 3; ++i) calls.push_back(std::make_unique<DeviceCall>(p, 3 * seed + i));
   simt::DeviceHeap heap(p.world, p.Workspace(), hooks);
-  return simt::WrongOnDevices(heap, p.world, calls, seed);
+  return simt::WrongOnDevices(heap, p.world, seed,
+                              [&](uint32_t of) { return std::make_unique<DeviceCall>(p, of); });
 }
 
 TEST(MergesRows) {

@@ -61,6 +61,38 @@ int64_t WrongOnDevices(DeviceHeap& heap, int world, const std::vector<std::uniqu
   return wrong;
 }
 
+// The same of three calls, make(seed) each, one after the other on one workspace.
+template <typename Make>
+int64_t WrongOnDevices(DeviceHeap& heap, int world, uint32_t seed, const Make& make) {
+  std::vector<decltype(make(seed))> calls;
+  for (uint32_t i = 0; i < 3; ++i) calls.push_back(make(3 * seed + i));
+  return WrongOnDevices(heap, world, calls, seed);
+}
+// Of C(c, seed), for a case with hooks.
+template <typename C, typename Case>
+int64_t WrongOnDevices(const Case& c, int world, uint32_t seed) {
+  DeviceHeap heap(world, C(c, 0).Workspace(), c.hooks);
+  return WrongOnDevices(heap, world, seed, [&](uint32_t of) { return std::make_unique<C>(c, of); });
+}
+
+// run(case, seed) finds nothing wrong in each of the first `count` cases.
+template <typename Case, size_t kCases, typename Run>
+void ExpectNoneWrong(const Case (&cases)[kCases], const Run& run, size_t count = kCases) {
+  uint32_t seed = 1;
+  for (size_t i = 0; i < count; ++i) {
+    for (int schedule = 0; schedule < Schedules(1); ++schedule, ++seed) {
+      EXPECT_EQ(run(cases[i], seed), 0) << "case " << i << ", seed " << seed;
+    }
+  }
+}
+
+// run(case, seed) finds something wrong if waits are left out.
+template <typename Case, typename Run>
+void ExpectWrongWithoutWaits(Case c, const Run& run, uint32_t seed = 1) {
+  c.hooks.skip_waits = 1;
+  EXPECT(run(c, seed) > 0);
+}
+
 }  // namespace jflux::simt
 
 #endif  // JFLUX_TESTS_CC_SIMT_DEVICE_CALLS_H_

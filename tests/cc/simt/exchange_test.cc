@@ -22,11 +22,10 @@ class DeviceCall : public ExchangeCall {
 };
 
 int64_t Run(const ExchangeParams& p, const TestHooks& hooks, uint32_t seed) {
-  std::vector<std::unique_ptr<DeviceCall>> calls;
-  for (uint32_t i = 0; i < 3; ++i) calls.push_back(std::make_unique<DeviceCall>(p, 3 * seed + i));
   simt::DeviceHeap heap = p.chunked ? simt::DeviceHeap(p.world, p.Slots().Workspace(), hooks)
                                     : simt::DeviceHeap(p.world, p.Workspace(), hooks);
-  return simt::WrongOnDevices(heap, p.world, calls, seed);
+  return simt::WrongOnDevices(heap, p.world, seed,
+                              [&](uint32_t of) { return std::make_unique<DeviceCall>(p, of); });
 }
 
 // Shards of `bytes` bytes as [2][bytes / 2], so that they are strided.

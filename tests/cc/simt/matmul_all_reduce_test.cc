@@ -76,12 +76,7 @@ const Case kCases[] = {
 
 TEST(MultipliesAndReduces) {
   simt::SetSmCount(kSms);
-  uint32_t seed = 1;
-  for (const Case& c : kCases) {
-    for (int schedule = 0; schedule < simt::Schedules(1); ++schedule, ++seed) {
-      EXPECT_EQ(Run(c, seed), 0) << "case " << &c - kCases << ", seed " << seed;
-    }
-  }
+  simt::ExpectNoneWrong(kCases, Run);
 }
 
 TEST(MissingWaitsAreFound) {

@@ -35,10 +35,7 @@ class DeviceCall : public MatmulAllToAllCall {
 };
 
 int64_t Run(const Case& c, uint32_t seed) {
-  std::vector<std::unique_ptr<DeviceCall>> calls;
-  for (uint32_t i = 0; i < 3; ++i) calls.push_back(std::make_unique<DeviceCall>(c, 3 * seed + i));
-  simt::DeviceHeap heap(c.p.rows.world, calls[0]->Workspace(), c.hooks);
-  return simt::WrongOnDevices(heap, c.p.rows.world, calls, seed);
+  return simt::WrongOnDevices<DeviceCall>(c, c.p.rows.world, seed);
 }
 
 constexpr DType kBF16 = DType::kBF16, kF16 = DType::kF16;
@@ -59,19 +56,12 @@ const Case kCases[] = {
 
 TEST(MultipliesAndExchanges) {
   simt::SetSmCount(3);
-  uint32_t seed = 1;
-  for (const Case& c : kCases) {
-    for (int schedule = 0; schedule < simt::Schedules(1); ++schedule, ++seed) {
-      EXPECT_EQ(Run(c, seed), 0) << "case " << &c - kCases << ", seed " << seed;
-    }
-  }
+  simt::ExpectNoneWrong(kCases, Run);
 }
 
 TEST(MissingWaitsAreFound) {
   simt::SetSmCount(3);
-  Case c = kCases[1];
-  c.hooks.skip_waits = 1;
-  EXPECT(Run(c, 1) > 0);
+  simt::ExpectWrongWithoutWaits(kCases[1], Run);
 }
 
 }  // namespace

@@ -22,13 +22,11 @@ class DeviceCall : public RaggedCall {
 };
 
 int64_t Run(const RaggedParams& p, const TestHooks& hooks, uint32_t seed) {
-  std::vector<std::unique_ptr<DeviceCall>> calls;
-  for (uint32_t i = 0; i < 3; ++i) {
-    calls.push_back(std::make_unique<DeviceCall>(p, /*most=*/20, 3 * seed + i));
-  }
   simt::DeviceHeap heap = p.chunked ? simt::DeviceHeap(p.world, p.ChunkedWorkspace(), hooks)
                                     : simt::DeviceHeap(p.world, p.Workspace(), hooks);
-  return simt::WrongOnDevices(heap, p.world, calls, seed);
+  return simt::WrongOnDevices(heap, p.world, seed, [&](uint32_t of) {
+    return std::make_unique<DeviceCall>(p, /*most=*/20, of);
+  });
 }
 
 TEST(MovesSlices) {
