@@ -664,7 +664,7 @@ def test_partial_sums_are_rounded_once_on_each_rank():
             total = total + part.astype(jnp.bfloat16).astype(np.float32)
         np.testing.assert_array_equal(y[rank, t], total.astype(jnp.bfloat16))
     homes = [len(set(slots)) for slots in (indices // local).reshape(-1, k).tolist()]
-    assert handle.out.sent.sum() == sum(homes) == (handle.part >= 0).sum()
+    assert handle.out.sent.sum() == sum(homes) == (handle.sent_row >= 0).sum()
 
 
 def test_the_same_bits_in_every_run_and_on_any_number_of_ranks():

@@ -24,12 +24,7 @@ from harness import (
 )
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from layers import (
-    VMA,
-    assert_near,
-    check_product,
-    in_float64,
-)
+from layers import VMA, assert_near, check_product, in_float64
 
 import jflux
 from jflux import testing
