@@ -16,13 +16,7 @@ from test_attention import LAYOUTS, Case, check, weights_of
 
 import jflux
 import jflux.nn
-from jflux._ops.attention import (
-    _chunk_calls,
-    _cudnn,
-    _cudnn_by_chunks,
-    _one_device,
-    _passes,
-)
+from jflux._ops.attention import _chunk_calls, _cudnn, _cudnn_by_chunks, _one_device, _passes
 from jflux._ops.attention._blockwise import Scores
 from jflux._ops.attention.sequence_layouts import causal_positions
 

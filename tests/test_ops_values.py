@@ -15,10 +15,10 @@ from harness import (
     calls,
     check_gradients,
     check_values,
+    drawn_meshes,
     each_call,
     examples,
     make_mesh,
-    meshes,
     of_way,
     run,
     special_values,
@@ -37,21 +37,21 @@ EACH_OP = pytest.mark.parametrize("op", PRODUCTS)
 
 @EACH_OP
 @examples(80)
-@given(place=meshes(), data=st.data(), check_vma=st.booleans())
+@given(place=drawn_meshes(), data=st.data(), check_vma=st.booleans())
 def test_values(op, place, data, check_vma):
     check_values(data.draw(calls(op)), *place, check_vma=check_vma)
 
 
 @EACH_OP
 @examples(15)
-@given(place=meshes(), data=st.data())
+@given(place=drawn_meshes(), data=st.data())
 def test_values_of_reference(op, place, data):
     check_values(data.draw(calls(op)), *place, module=jflux.reference)
 
 
 @EACH_OP
 @examples(25)
-@given(place=meshes(), data=st.data(), check_vma=st.booleans())
+@given(place=drawn_meshes(), data=st.data(), check_vma=st.booleans())
 def test_gradients(op, place, data, check_vma):
     call = data.draw(calls(op).filter(lambda call: not call.gathered))
     check_gradients(call, *place, check_vma=check_vma)
@@ -59,7 +59,7 @@ def test_gradients(op, place, data, check_vma):
 
 @EACH_OP
 @examples(8)
-@given(place=meshes(), data=st.data())
+@given(place=drawn_meshes(), data=st.data())
 def test_gradients_of_reference(op, place, data):
     call = data.draw(calls(op).filter(lambda call: not call.gathered))
     check_gradients(call, *place, module=jflux.reference)

@@ -4,18 +4,16 @@ An op is a reference and a list of forms in order. The first form that takes a c
 plan that the form makes. The reason of that plan is the form's own, or else the reason of the last
 form before it that does not take the call. The reference takes what no form takes.
 
-Forms are asked when a call is lowered. Two functions must know the form when they are traced, and
-ask the same lists then: `moe_dispatch`, whose handle goes by the form, and `attention`, some of
-whose forms are cuDNN's.
+Forms are asked when a call is lowered. The forms of two functions are asked when they are traced
+(`TRACED`), by shapes, types and switches alone: those of `moe_dispatch`, since each has a handle of
+its own, and those of `attention`, since JAX differentiates cuDNN's.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
-
-from jax.extend.core import Primitive
+from typing import Any, Generic, TypeVar
 
 from .. import _config
 from .._ranks.node_levels import Levels
@@ -26,31 +24,16 @@ from .plans import Arrays, Machine, Path, Plan
 ShapeDtype = tuple[tuple[int, ...], Any]
 
 
-class Params(Protocol):
-    """What the parameters of every op over ranks have: a call, less its operands.
-
-    Attributes:
-      axis_names: the mesh axes whose ranks take part.
-      world: how many ranks these are.
-      prepared: how the operands were brought into a form that the kernel takes, in words, or None.
-        Such a call has been planned: it takes the kernel.
-    """
-
-    @property
-    def axis_names(self) -> tuple[Any, ...]: ...
-    @property
-    def world(self) -> int: ...
-    @property
-    def prepared(self) -> str | None: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A call, as forms are asked about it.
 
     Attributes:
       arrays: its operands, or their types.
-      params: the rest of it.
+      params: the rest of it. Over ranks it has `axis_names`, the mesh axes whose ranks take part;
+        `world`, how many these are; and `prepared`: how the operands were brought into a form that
+        the kernel takes, in words, or None. A call with `prepared` has been planned: it takes the
+        kernel.
       levels: how its ranks lie on nodes; None: on one.
     """
 
@@ -81,73 +64,27 @@ class WhyNot:
     unsupported: bool = False
 
 
-class Takes(Protocol):
-    """(call, machine) -> the plan of a call that a form takes, whose reason may be empty; or why it
-    does not take it; or None, where there is nothing to say. A pure function, but for the switches
-    of the thread and the tuning tables."""
-
-    def __call__(self, call: Call, machine: Machine) -> Plan | WhyNot | None: ...
-
-
-class Run(Protocol):
-    """(operands, params, plan) -> the results, in `lax` and by other ops."""
-
-    def __call__(self, arrays: Arrays, params: Any, plan: Plan) -> Sequence[Any]: ...
-
-
-class Reference(Protocol):
-    """(operands, params) -> the results, in plain `lax`."""
-
-    def __call__(self, arrays: Arrays, params: Any) -> Sequence[Any]: ...
-
-
-class ShapesRule(Protocol):
-    """(operands' types, params) -> [(shape, dtype)] of the results."""
-
-    def __call__(self, arrays: Arrays, params: Any) -> Sequence[ShapeDtype]: ...
-
-
-class CanonicalRule(Protocol):
-    """(operands' types, params, machine) -> a function (*operands) -> the results that brings the
-    operands into a form that the kernel takes and binds the primitive again, with `prepared`; None
-    if they are in that form."""
-
-    def __call__(
-        self, arrays: Arrays, params: Any, machine: Machine
-    ) -> Callable[..., Any] | None: ...
-
-
-class AttributesRule(Protocol):
-    """(operands' types, params, plan) -> the FFI attributes of the handler, beside those that all
-    calls over ranks have: `groups`, `site`, `sm_count`, `world` and `workspace_bytes`."""
-
-    def __call__(self, arrays: Arrays, params: Any, plan: Plan) -> dict[str, Any]: ...
-
-
-class FlopsRule(Protocol):
-    """(operands' types, params) -> floating-point operations of a rank's products."""
-
-    def __call__(self, arrays: Arrays, params: Any) -> int: ...
-
-
-class BatchRule(Protocol):
-    """(primitive, operands, dims, params=...) -> (results, their batch dimensions)."""
-
-    def __call__(
-        self, primitive: Primitive, operands: Any, dims: Any, *, params: Any
-    ) -> tuple[Any, Any]: ...
-
-
-def no_products(arrays: Arrays, params: Any) -> int:
-    return 0
-
-
-def _always_canonical(arrays: Arrays, params: Any, machine: Machine) -> None:
-    return None
-
-
-def _nothing_to_register(params: Any, platform: str) -> None:
-    """The library's own targets are registered together."""
+#: (call, machine) -> the plan of a call that a form takes, whose reason may be empty; or why it
+#: does not take it; or None, where there is nothing to say. A pure function, but for the switches
+#: of the thread and the tuning tables.
+Takes = Callable[[Call, Machine], Plan | WhyNot | None]
+#: (operands, params, plan) -> the results, in `lax` and by other ops.
+Run = Callable[[Arrays, Any, Plan], Sequence[Any]]
+#: (operands, params) -> the results, in plain `lax`.
+Reference = Callable[[Arrays, Any], Sequence[Any]]
+#: (operands' types, params) -> [(shape, dtype)] of the results.
+ShapesRule = Callable[[Arrays, Any], Sequence[ShapeDtype]]
+#: (operands' types, params, machine) -> a function (*operands) -> the results that brings the
+#: operands into a form that the kernel takes and binds the primitive again, with `prepared`; None
+#: if they are in that form.
+CanonicalRule = Callable[[Arrays, Any, Machine], Callable[..., Any] | None]
+#: (operands' types, params, plan) -> the FFI attributes of the handler, beside those that all calls
+#: over ranks have: `groups`, `site`, `sm_count`, `world` and `workspace_bytes`.
+AttributesRule = Callable[[Arrays, Any, Plan], dict[str, Any]]
+#: (operands' types, params) -> floating-point operations of a rank's products.
+FlopsRule = Callable[[Arrays, Any], int]
+#: (primitive, operands, dims, params=...) -> (results, their batch dimensions).
+BatchRule = Callable[..., tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,15 +97,16 @@ class Kernel:
       prepare: operands, params -> the operands of a local op's handler, computed in `lax`; None:
         they are the call's.
       target: params -> the FFI target; None: ``jflux_<name of the op>``.
-      register: (params, platform): registers that target with XLA.
+      register: (params, platform): registers that target with XLA. The library's own targets are
+        registered together.
       aliases: operand -> the result that it becomes, by number: both are one buffer.
     """
 
     attributes: AttributesRule
-    canonical: CanonicalRule = _always_canonical
+    canonical: CanonicalRule = lambda arrays, params, machine: None
     prepare: Callable[[Arrays, Any], Sequence[Any]] | None = None
     target: Callable[[Any], str] | None = None
-    register: Callable[[Any, str], None] = _nothing_to_register
+    register: Callable[[Any, str], None] = lambda params, platform: None
     aliases: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
@@ -215,7 +153,7 @@ class Op:
     reference: Reference
     forms: tuple[Form[Kernel | Run], ...]
     batch: BatchRule
-    flops: FlopsRule = no_products
+    flops: FlopsRule = lambda arrays, params: 0
     same_over: Callable[[Any], tuple[Any, ...]] = lambda params: ()
     title: Callable[[Any], str] | None = None
     is_local: bool = False
@@ -232,7 +170,13 @@ class Op:
         return choose(self.forms, Call(arrays, params, levels), machine)[0]
 
 
-def choose(forms: Sequence[Form[R]], call: Call, machine: Machine) -> tuple[Plan, Form[R] | None]:
+#: The machine of calls whose form is chosen while they are traced: no device is known.
+TRACED = Machine("traced")
+
+
+def choose(
+    forms: Sequence[Form[R]], call: Call, machine: Machine = TRACED
+) -> tuple[Plan, Form[R] | None]:
     """The plan of a call, and its form; None is the reference."""
     why = WhyNot("it has no other form")
     for form in forms:
@@ -263,11 +207,7 @@ def inside_nodes(takes: Takes) -> Takes:
     return inside
 
 
-def kernel(
-    takes: Takes,
-    attributes: AttributesRule,
-    **options: Any,
-) -> Form[Kernel | Run]:
+def kernel(takes: Takes, attributes: AttributesRule, **options: Any) -> Form[Kernel | Run]:
     """The form of an op that is one kernel.
 
     Args:

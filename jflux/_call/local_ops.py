@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.extend.core import Primitive
@@ -15,11 +15,8 @@ from . import ffi_targets, gpu_code, plans
 from .forms import AttributesRule, Call, Form, Kernel, Reference, WhyNot
 from .plans import Arrays, Machine, Path, Plan
 
-
-class WhyNotRule(Protocol):
-    """(operands' types, params, platform) -> why no kernel takes the call, or None."""
-
-    def __call__(self, arrays: Arrays, params: Any, platform: str) -> str | None: ...
+#: (operands' types, params, platform) -> why no kernel takes the call, or None.
+WhyNotRule = Callable[[Arrays, Any, str], str | None]
 
 
 def _takes_all(arrays: Arrays, params: Any, platform: str) -> None:

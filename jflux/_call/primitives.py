@@ -133,7 +133,7 @@ def make_primitive(op: Op) -> Primitive:
         mlir.register_lowering(primitive, rule, platform=platform)
     primitive.batched_by(op.batch)
     derivatives.check_for_nan(primitive, op.values)
-    flops_of[primitive] = lambda arrays, results, named: op.flops(arrays, **named)
+    flops_of[primitive] = lambda arrays, results, named: op.flops(arrays, named["params"])
     return primitive
 
 

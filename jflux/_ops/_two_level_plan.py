@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from .. import _config
 from .._call import forms
@@ -54,10 +54,8 @@ class Step:
         return self.nbytes / NODE_BYTES_PER_SECOND
 
 
-class StepRule(Protocol):
-    """(operands' types, params, levels) -> the step of a product."""
-
-    def __call__(self, arrays: Arrays, params: Any, levels: Levels) -> Step: ...
+#: (operands' types, params, levels) -> the step of a product.
+StepRule = Callable[[Arrays, Any, Levels], Step]
 
 
 def chunks_of(step: Step) -> int:

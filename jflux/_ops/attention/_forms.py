@@ -17,20 +17,10 @@ from ..._call import plans
 from ..._call.forms import Call, Form, Takes, WhyNot, choose
 from ..._call.plans import Machine, Path, Plan
 from ..._ranks import meshes
-from . import (
-    _cudnn,
-    _cudnn_by_chunks,
-    all_gather_attention,
-    flash_attention,
-)
+from . import _cudnn, _cudnn_by_chunks, all_gather_attention, flash_attention
 from ._blockwise import Scores
 from ._one_device import attend
-from ._passes import (
-    CUDNN,
-    KERNEL,
-    Passes,
-    over_ranks_in_one_kernel,
-)
+from ._passes import CUDNN, KERNEL, Passes, over_ranks_in_one_kernel
 from ._split_sequence import Params, Pass, gather_keys
 
 
@@ -114,10 +104,8 @@ _BACKWARD: tuple[Form[Pass], ...] = (
 
 def passes_of(params: Params, q: Any, k: Any, v: Any, segment_ids: Any) -> Passes:
     """The passes of a call."""
-    call, machine = Call((q, k, v, segment_ids), params), Machine(meshes.platform())
-    (plan, forward), (_, backward) = (
-        choose(forms, call, machine) for forms in (_FORWARD, _BACKWARD)
-    )
+    call = Call((q, k, v, segment_ids), params)
+    (plan, forward), (_, backward) = choose(_FORWARD, call), choose(_BACKWARD, call)
     assert forward is not None and backward is not None
     if forward.run not in (one_call, CUDNN.gathered.forward, CUDNN.around.forward):
         _say_if_no_kernel(plan.reason, q, k, v, params.scores)

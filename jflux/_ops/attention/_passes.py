@@ -15,10 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ... import _config
 from ..._call import derivatives
 from .._epilogue import sum_dtype
-from ..collectives.exchange import (
-    all_gather_reference,
-    reduce_scatter_reference,
-)
+from ..collectives.exchange import all_gather_reference, reduce_scatter_reference
 from . import (
     _blockwise,
     _chunk_calls,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,7 @@ from jax import lax
 
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
-from ..collectives.exchange import (
-    all_gather,
-    reduce_scatter,
-)
+from ..collectives.exchange import all_gather, reduce_scatter
 from ._blockwise import Positions, Scores
 from .merge_attention import merge_attention
 from .sequence_layouts import Layout, own_positions
@@ -58,15 +55,9 @@ class Params:
 
 #: Of a forward pass (o, log-sum-exp), of a backward pass the gradients of q, k and v.
 Results = tuple[jax.Array, ...]
-
-
-class Pass(Protocol):
-    """(parameters, q, k, v, segments, *rest) -> the results of a pass. Of a backward pass, `rest`
-    are o, the log-sum-exp, and the cotangents of both."""
-
-    def __call__(
-        self, params: Params, q: Any, k: Any, v: Any, segments: Any, *rest: Any
-    ) -> Results: ...
+#: (parameters, q, k, v, segments, *rest) -> the results of a pass. Of a backward pass, `rest` are
+#: o, the log-sum-exp, and the cotangents of both.
+Pass = Callable[..., Results]
 
 
 # ---- Gathered ------------------------------------------------------------------------------------
@@ -126,20 +117,9 @@ def _pass_on(params: Params, arrays: Any) -> Any:
 Held = tuple[Any, Any]
 
 
-class AtStep(Protocol):
-    """(parameters, rank, q, positions of queries, step, the keys that the rank holds then, *rest)
-    -> the results of a pass over these keys."""
-
-    def __call__(
-        self,
-        params: Params,
-        rank: Any,
-        q: Any,
-        queries: Positions,
-        step: Any,
-        held: Held,
-        *rest: Any,
-    ) -> Results: ...
+#: (parameters, rank, q, positions of queries, step, the keys that the rank holds then, *rest) ->
+#: the results of a pass over these keys.
+AtStep = Callable[..., Results]
 
 
 def go_around(

@@ -20,16 +20,11 @@ from ..collectives.exchange import (
     all_to_all,
     all_to_all_reference,
 )
-from . import (
-    ulysses_attention,
-)
+from . import ulysses_attention
 from ._blockwise import Scores, default_precision
 from ._checks import check, check_heads, scale_of, softcap_of, window_of
 from ._forms import one_call, passes_of
-from ._passes import (
-    of_split,
-    of_split_reference,
-)
+from ._passes import of_split, of_split_reference
 from ._split_sequence import Params
 from .sequence_layouts import Layout, check_layout, check_length
 

@@ -9,8 +9,8 @@ a dispatch with the same choices.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from ..._call.forms import AttributesRule, Call, Form, Op, Run, ShapeDtype, WhyN
 from ..._call.plans import Arrays, Machine, Plan
 from ..._call.primitives import make_primitive
 from ..._ranks import meshes
-from ..._ranks.meshes import AxisName
 from .._epilogue import sum_dtype
 from ..collectives import exchange
 from ..products import _product
@@ -107,24 +106,27 @@ class KernelHandle:
     def axis_names(self) -> tuple[Any, ...]:
         return self.params.axis_names
 
+    def combine(self, y: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
+        """The weighted sum of each token's rows of y [R, D]: [T, D]. `dtype` is y's type or the
+        type in which y is summed. Without weights, the plain sum."""
+        if weights is None:
+            w = jnp.ones(self.expert_row.shape, np.float32)
+        else:
+            w = _weights_at_experts(on_first(self.first, weights.astype(np.float32)), self.params)
+        params = CombineParams(self.params, np.dtype(dtype))
+        return _combine(params, y, w, self.indices, self.slot, self.expert_row, self.rank)
 
-def params_for(
-    x: Any, indices: Any, num_experts: int, rows: int, axis_name: AxisName, **options: Any
-) -> Params | str:
-    """The parameters of a dispatch in one kernel, or in words why the call takes another form.
 
-    Tracing decides this, since forms have different handles. It depends on shapes and switches,
-    which are the same on all ranks. `options`: capacity, alignment, stride.
-    """
-    world = meshes.axis_size(axis_name)
-    params = Params(meshes.as_tuple(axis_name), world, num_experts // world, rows, **options)
+def why_not(x: Any, indices: Any, params: Params) -> str | None:
+    """Why a dispatch that is being traced is not one kernel, or None. It depends on shapes and
+    switches, which are the same on all ranks."""
     if not _config.config.fused:
         return "jflux.config(fused=False)"
-    if not all(meshes.is_manual(name) for name in params.axis_names):
-        return f"axis {axis_name!r} is vmap's, not a mesh's"
+    if virtual := [name for name in params.axis_names if not meshes.is_manual(name)]:
+        return f"axis {virtual[0]!r} is vmap's, not a mesh's"
     if 0 in (*x.shape, *indices.shape):
         return "an operand is empty"
-    return _why_not(_call((x, indices), params), x.dtype) or params
+    return _why_not(_call((x, indices), params), x.dtype)
 
 
 def _why_not(call: dict[str, int], dtype: Any) -> str | None:
@@ -156,19 +158,6 @@ def dispatched(
     rank, first = _rank(indices, params), _first(indices, params)
     handle = KernelHandle(indices, slot, expert_row, rank, first, params)
     return rows, row_weights, sizes, handle
-
-
-def combined(
-    handle: KernelHandle, y: jax.Array, weights: jax.Array | None, dtype: Any
-) -> jax.Array:
-    """The weighted sum of each token's rows of y [R, D]: [T, D]. `dtype` is y's type or the type in
-    which y is summed. Without weights, the plain sum."""
-    if weights is None:
-        w = jnp.ones(handle.expert_row.shape, np.float32)
-    else:
-        w = _weights_at_experts(on_first(handle.first, weights.astype(np.float32)), handle.params)
-    params = CombineParams(handle.params, np.dtype(dtype))
-    return _combine(params, y, w, handle.indices, handle.slot, handle.expert_row, handle.rank)
 
 
 def _combine(params: CombineParams, *operands: jax.Array) -> jax.Array:
@@ -223,10 +212,8 @@ def _call(arrays: Arrays, params: Params) -> dict[str, int]:
     }
 
 
-class _Fields(Protocol):
-    """A call -> (its fields as the native plan function reads them, the type of rows)."""
-
-    def __call__(self, call: Call) -> tuple[dict[str, int], Any]: ...
+#: A call -> (its fields as the native plan function reads them, the type of rows).
+_Fields = Callable[[Call], tuple[dict[str, int], Any]]
 
 
 def _forms(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._call import derivatives
+from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from .._epilogue import sum_dtype
 from ..collectives.ragged_all_to_all import ragged_all_to_all
@@ -44,6 +45,19 @@ class Handle:
     first: jax.Array
     row: jax.Array
     axis_names: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
+
+    def dispatch(self, x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """For each row of an expert its row of x [T, H], and its weight of [T, k]: [R, H], [R]."""
+        return spread(self.axis_names, self, x, weights)
+
+    def combine(self, y: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
+        """The weighted sum of each token's rows of y [R, D], [T, D], in `dtype` or a wider type.
+        Without weights each row counts once."""
+        if weights is None:
+            ones = one_for_each_row(self, y.dtype)
+            y, weights = meshes.vary_together(self.axis_names, y, ones)
+        (total,) = combined(self.axis_names, self, y, weights)
+        return total
 
 
 class LevelsHandle(NamedTuple):

@@ -50,28 +50,23 @@ class PartialSumsHandle:
     first: jax.Array
     axis_names: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
 
+    def dispatch(self, x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """For each row of an expert its row of x [T, H], and its weight of [T, k]: [R, H], [R]."""
+        (tokens,) = came(self.axis_names, self, x)
+        ones = jnp.ones(self.expert_row.shape, sum_dtype(x.dtype))
+        rows = moe_rows.spread(tokens, ones, self.slot, self.expert_row)
+        return rows, _weights_at_experts(self.axis_names, self, weights)[1]
 
-def rows_and_weights(
-    axis_name: AxisName, handle: PartialSumsHandle, x: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """For each row of an expert its row of x [T, H], and its weight of [T, k]: [R, H] and [R]."""
-    (tokens,) = came(axis_name, handle, x)
-    ones = jnp.ones(handle.expert_row.shape, sum_dtype(x.dtype))
-    rows = moe_rows.spread(tokens, ones, handle.slot, handle.expert_row)
-    return rows, _weights_at_experts(axis_name, handle, weights)[1]
-
-
-def combined(
-    axis_name: AxisName, handle: PartialSumsHandle, y: jax.Array, weights: jax.Array | None
-) -> jax.Array:
-    """The weighted sum of each token's rows of y [R, D]: [T, D], in float32 (float64 for float64).
-    Without weights, the plain sum."""
-    if weights is None:
-        w = jnp.ones(handle.expert_row.shape, sum_dtype(y.dtype))
-    else:
-        w, _ = _weights_at_experts(axis_name, handle, weights)
-    (total,) = returned(axis_name, handle, moe_rows.combine(y, w, handle.slot, handle.expert_row))
-    return total
+    def combine(self, y: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
+        """The weighted sum of each token's rows of y [R, D], [T, D], in float32 (float64 for
+        float64). Without weights, the plain sum."""
+        if weights is None:
+            w = jnp.ones(self.expert_row.shape, sum_dtype(y.dtype))
+        else:
+            w, _ = _weights_at_experts(self.axis_names, self, weights)
+        sums = moe_rows.combine(y, w, self.slot, self.expert_row)
+        (total,) = returned(self.axis_names, self, sums)
+        return total
 
 
 def _weights_at_experts(

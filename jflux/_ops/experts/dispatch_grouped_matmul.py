@@ -68,6 +68,15 @@ class GatherHandle:
     def rows(self) -> int:
         return self.routing.source.shape[0]
 
+    def combine(self, h: Any, w: Any, weights: jax.Array | None, **product: Any) -> jax.Array:
+        """The sums of h times the experts' weights, for this rank's tokens."""
+        names, (_, k) = self.axis_names, self.first.shape
+        owners = owners_of(meshes.axis_size(names), k, self.group_sizes.shape[0])
+        everyones = _weights_at_experts(self, weights, names)
+        return grouped_matmul_reduce_scatter.scattered(
+            h, w, self.routing, everyones, axis_name=names, owners=owners, **product
+        )
+
 
 class DispatchHandle(NamedTuple):
     """Where rows are whose tokens have gone to the ranks of their experts.
@@ -91,6 +100,11 @@ class DispatchHandle(NamedTuple):
     @property
     def first(self) -> jax.Array:
         return self.moved.first
+
+    def combine(self, h: Any, w: Any, weights: jax.Array | None, **product: Any) -> jax.Array:
+        """The sums of h times the experts' weights, for this rank's tokens."""
+        y = grouped_matmul(h, w, self.group_sizes, **product)
+        return moe_dispatch.moe_combine(y, self.moved, weights=weights, axis_name=self.axis_names)
 
 
 @meshes.axis_by_name
@@ -269,18 +283,9 @@ def grouped_matmul_combine(
     _check_experts(COMBINE, [w], handle.group_sizes.shape[0], "of the dispatch")
     if weights is not None:
         weights = check_weights(f"jflux.{COMBINE}", weights, handle.first.shape)
-    product: dict[str, Any] = {
-        "transpose_rhs": transpose_rhs, "preferred_element_type": preferred_element_type
-    }  # fmt: skip
-    if isinstance(handle, GatherHandle):
-        k, experts = handle.first.shape[1], handle.group_sizes.shape[0]
-        return grouped_matmul_reduce_scatter.scattered(
-            h, w, handle.routing, _weights_at_experts(handle, weights, axis_name),
-            axis_name=axis_name, owners=owners_of(meshes.axis_size(axis_name), k, experts),
-            **product,
-        )  # fmt: skip
-    y = grouped_matmul(h, w, handle.group_sizes, **product)
-    return moe_dispatch.moe_combine(y, handle.moved, weights=weights, axis_name=axis_name)
+    return handle.combine(
+        h, w, weights, transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type
+    )
 
 
 def choose_exchange(

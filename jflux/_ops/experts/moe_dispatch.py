@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,24 +13,17 @@ import numpy as np
 from jax import lax
 
 from ... import _config
-from ..._call import explain
-from ..._call.plans import decomposed
+from ..._call import explain, plans
+from ..._call.forms import Call, Form, WhyNot, choose
+from ..._call.plans import Machine, Plan
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from .._epilogue import sum_dtype
 from ..collectives.exchange import all_gather
-from . import _destinations, _dispatch_primitives, _partial_sums, _ragged_dispatch
+from . import _destinations, _dispatch_primitives, _ragged_dispatch
 from ._checks import check_axes, check_tokens, check_weights
 from ._dispatch_primitives import KernelHandle
-from ._exchanged_rows import (
-    Handle,
-    LevelsHandle,
-    combined,
-    one_for_each_row,
-    rows_of_tokens,
-    spread,
-    tokens_to_experts,
-)
+from ._exchanged_rows import Handle, LevelsHandle, rows_of_tokens, tokens_to_experts
 from ._partial_sums import PartialSumsHandle
 
 LAYOUTS = ("expert", "masked")
@@ -156,19 +151,20 @@ def moe_dispatch(
     x, indices, weights = meshes.vary_together(axes, x, indices, weights)
     options = _destinations.Options(on_overflow, capacity, alignment, layout, partial_sums)
     if node_axis is None:
-        return _dispatch(x, indices, weights, num_experts, options, axis_name)
+        return _dispatch(x, indices, weights, _Params(num_experts, options, axis_name))
     # First to nodes, as if each were a rank with one expert.
     nodes, node = meshes.axis_size(node_axis), lax.axis_index(meshes.as_tuple(node_axis))
     experts = num_experts // nodes
     is_known = (indices >= 0) & (indices < num_experts)
     node_of = jnp.where(is_known, indices // experts, jnp.where(indices == -1, -1, nodes))
-    come = _dispatch(x, node_of, weights, nodes, _destinations.Options(on_overflow), node_axis)
+    to_nodes = _Params(nodes, _destinations.Options(on_overflow), node_axis)
+    come = _dispatch(x, node_of, weights, to_nodes)
     between: Any = come.handle
     (chosen,) = tokens_to_experts(node_axis, between, indices + 1)  # 0 where no row has come
     chosen = chosen - 1 - node * experts
     chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, -1)
     (row_weights,) = rows_of_tokens(node_axis, between, weights.astype(sum_dtype(x.dtype)))
-    own = _dispatch(come.rows, chosen, row_weights, experts, options, axis_name)
+    own = _dispatch(come.rows, chosen, row_weights, _Params(experts, options, axis_name))
     inside: Any = own.handle
     statistics = DispatchStatistics(
         all_gather(own.statistics.tokens_per_expert, axis_name=node_axis, tiled=True),
@@ -177,43 +173,36 @@ def moe_dispatch(
     return own._replace(handle=LevelsHandle(between, inside), statistics=statistics)
 
 
-def _dispatch(
-    x: jax.Array,
-    indices: jax.Array,
-    weights: jax.Array,
-    num_experts: int,
-    options: _destinations.Options,
-    axis_name: AxisName,
-) -> Dispatched:
-    """A dispatch between the ranks along one axis. k may exceed the number of experts."""
-    why = ""
-    if options.partial_sums:
-        params = _kernel_params(x, indices, num_experts, options, axis_name)
-        if isinstance(params, _dispatch_primitives.Params):
-            return _by_kernel(x, indices, weights, params, options, axis_name)
-        why = params
+@dataclasses.dataclass(frozen=True)
+class _Params:
+    """A dispatch between the ranks along one axis, less its operands. k may exceed the number of
+    experts."""
+
+    num_experts: int
+    options: _destinations.Options
+    axis_name: AxisName
+
+
+def _dispatch(x: jax.Array, indices: jax.Array, weights: jax.Array, params: _Params) -> Dispatched:
+    arrays = x, indices, weights
+    plan, form = choose(_FORMS, Call(arrays, params))
+    assert form is not None
+    return form.run(arrays, params, plan)
+
+
+def _by_ragged_exchange(arrays: Sequence[jax.Array], params: _Params, plan: Plan) -> Dispatched:
+    """A dispatch whose handle is for slots, or for partial sums."""
+    x, indices, weights = arrays
     handle, sizes, padded, chosen, dropped = _ragged_dispatch.route(
-        indices, num_experts, options, axis_name
+        indices, params.num_experts, params.options, params.axis_name
     )
-    weights = weights.astype(sum_dtype(x.dtype))
-    if isinstance(handle, PartialSumsHandle):
-        rows, row_weights = _partial_sums.rows_and_weights(axis_name, handle, x, weights)
-    else:
-        rows, row_weights = spread(axis_name, handle, x, weights)
-    if why:
-        _say_why_no_kernel(why, (x, indices, weights), (rows, row_weights))
+    rows, row_weights = handle.dispatch(x, weights.astype(sum_dtype(x.dtype)))
+    if params.options.partial_sums and _config.config.fused:  # else nobody expects a kernel
+        op = _dispatch_primitives.OP
+        explain.note_once(op, arrays, (rows, row_weights), plan)
+        _config.say_once(logging.INFO, f"jflux.{op} is {plan.path}: {plan.reason}")
     statistics = DispatchStatistics(jnp.sum(chosen, 0, dtype=jnp.int32), dropped)
-    return _dispatched(rows, sizes, padded, row_weights, handle, statistics, options)
-
-
-def _say_why_no_kernel(why: str, operands: Any, results: Any) -> None:
-    """Says why a dispatch with partial sums and its combine are not one kernel each: to
-    :func:`jflux.explain` and to the log."""
-    if not _config.config.fused:  # the reference runs everywhere
-        return
-    plan = decomposed(f"counting sorts, a ragged_all_to_all and gathers: {why}")
-    explain.note_once(_dispatch_primitives.OP, operands, results, plan)
-    _config.say_once(logging.INFO, f"jflux.{_dispatch_primitives.OP} is {plan.path}: {plan.reason}")
+    return _dispatched(rows, sizes, padded, row_weights, handle, statistics, params.options)
 
 
 def _dispatched(
@@ -233,36 +222,25 @@ def _dispatched(
     return Dispatched(rows, sizes, padded, row_weights, handle, statistics)
 
 
-def _kernel_params(
-    x: jax.Array,
-    indices: jax.Array,
-    num_experts: int,
-    options: _destinations.Options,
-    axis_name: AxisName,
-) -> _dispatch_primitives.Params | str:
-    """The parameters of a dispatch in one kernel, or why the call takes another form."""
-    world, (tokens, k) = meshes.axis_size(axis_name), indices.shape
-    experts = num_experts // world
+def _kernel_params(indices: Any, params: _Params) -> _dispatch_primitives.Params:
+    """The parameters of a dispatch in one kernel."""
+    options, names = params.options, meshes.as_tuple(params.axis_name)
+    world, (tokens, k) = meshes.axis_size(names), indices.shape
+    experts = params.num_experts // world
     rows = _destinations.rows_of_experts(world * tokens, k, experts, options)
-    return _dispatch_primitives.params_for(
-        x, indices, num_experts, rows, axis_name,
+    return _dispatch_primitives.Params(
+        names, world, experts, rows,
         capacity=-1 if options.capacity is None else int(options.capacity),
         alignment=int(options.alignment),
         stride=rows // experts if options.layout == "masked" else 0,
     )  # fmt: skip
 
 
-def _by_kernel(
-    x: jax.Array,
-    indices: jax.Array,
-    weights: jax.Array,
-    params: _dispatch_primitives.Params,
-    options: _destinations.Options,
-    axis_name: AxisName,
-) -> Dispatched:
+def _by_kernel(arrays: Sequence[jax.Array], params: _Params, plan: Plan) -> Dispatched:
     """A dispatch in one kernel. The statistics are computed beside it, and XLA removes those that
     the program does not read."""
-    slots, wrong, by_expert = _destinations.choices_of(indices, params.world * params.experts)
+    (x, indices, weights), options, axis_name = arrays, params.options, params.axis_name
+    slots, wrong, by_expert = _destinations.choices_of(indices, params.num_experts)
     chosen = all_gather(by_expert.counts, axis_name=axis_name)
     kept = slots
     if options.capacity is not None:
@@ -273,12 +251,39 @@ def _by_kernel(
     if options.on_overflow == "error":
         indices = _ragged_dispatch.fail_if(dropped, indices, axis_name)
     weights = weights.astype(sum_dtype(x.dtype))
-    rows, row_weights, sizes, handle = _dispatch_primitives.dispatched(params, x, indices, weights)
+    of_kernel = _kernel_params(indices, params)
+    rows, row_weights, sizes, handle = _dispatch_primitives.dispatched(
+        of_kernel, x, indices, weights
+    )
     padded = -(-sizes // options.alignment) * options.alignment
     if options.layout == "masked":
-        padded = jnp.full_like(sizes, params.stride)
+        padded = jnp.full_like(sizes, of_kernel.stride)
     statistics = DispatchStatistics(jnp.sum(chosen, 0, dtype=jnp.int32), dropped)
     return _dispatched(rows, sizes, padded, row_weights, handle, statistics, options)
+
+
+def _takes_kernel(call: Call, machine: Machine) -> Plan | WhyNot | None:
+    if not call.params.options.partial_sums:
+        return None
+    x, indices, _ = call.arrays
+    why = _dispatch_primitives.why_not(x, indices, _kernel_params(indices, call.params))
+    return WhyNot(why) if why else plans.decomposed("a kernel for the dispatch, and one to combine")
+
+
+def _takes_partial_sums(call: Call, machine: Machine) -> Plan | None:
+    return plans.decomposed("") if call.params.options.partial_sums else None
+
+
+#: Each has a handle of its own.
+_FORMS = (
+    Form(_takes_kernel, _by_kernel),
+    Form(
+        _takes_partial_sums,
+        _by_ragged_exchange,
+        "counting sorts, a ragged_all_to_all and gathers",
+    ),
+    Form(lambda call, machine: plans.decomposed("rows of slots"), _by_ragged_exchange),
+)
 
 
 @meshes.axis_by_name
@@ -357,21 +362,13 @@ def moe_combine(
         )
     if not jnp.issubdtype(y.dtype, jnp.floating):
         raise TypeError(f"jflux.moe_combine: y must be floating, got {y.dtype}")
-    if weights is None and isinstance(handle, Handle):
-        weights = one_for_each_row(handle, y.dtype)
     if weights is not None:
         weights = check_weights("jflux.moe_combine", weights, handle.first.shape)
         weights = weights.astype(sum_dtype(y.dtype))
         y, weights = meshes.vary_together(axis_name, y, weights)
     else:
         (y,) = meshes.vary_together(axis_name, y)
-    if isinstance(handle, KernelHandle):
-        dtype = y.dtype if residual is None else sum_dtype(y.dtype)
-        total = _dispatch_primitives.combined(handle, y, weights, dtype)
-    elif isinstance(handle, PartialSumsHandle):
-        total = _partial_sums.combined(axis_name, handle, y, weights)
-    else:
-        (total,) = combined(axis_name, handle, y, weights)
+    total = handle.combine(y, weights, y.dtype if residual is None else sum_dtype(y.dtype))
     if residual is not None:
         residual = jnp.asarray(residual)
         if residual.shape != total.shape:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -189,22 +189,12 @@ def in_rank_order(sizes: Sizes) -> Sizes:
     return dataclasses.replace(sizes, outer=1, inner=sizes.outer * sizes.inner)
 
 
-class SizesRule(Protocol):
-    """(operands' types, params) -> the product as its kernel sees it."""
-
-    def __call__(self, arrays: Arrays, params: Any) -> Sizes: ...
-
-
-class WhyRule(Protocol):
-    """(operands' types, params, machine) -> why another form takes the call, or None."""
-
-    def __call__(self, arrays: Arrays, params: Any, machine: Machine) -> str | None: ...
-
-
-class UnsupportedRule(Protocol):
-    """(operands' types, params, platform) -> why no kernel takes the call, or None."""
-
-    def __call__(self, arrays: Arrays, params: Any, platform: str) -> str | None: ...
+#: (operands' types, params) -> the product as its kernel sees it.
+SizesRule = Callable[[Arrays, Any], Sizes]
+#: (operands' types, params, machine) -> why another form takes the call, or None.
+WhyRule = Callable[[Arrays, Any, Machine], str | None]
+#: (operands' types, params, platform) -> why no kernel takes the call, or None.
+UnsupportedRule = Callable[[Arrays, Any, str], str | None]
 
 
 def why_slower(
