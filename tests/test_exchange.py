@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import RANKS, SHAPES, exchanged, groups_of, make_mesh, run, x64_if
+from harness import RANKS, SHAPES, make_mesh, run
 from jax.sharding import PartitionSpec as P
 
 import jflux
