@@ -275,7 +275,7 @@ def test_plans_on_gpus():
         (plan_on_gpus(4096, 8, n=1032, gated=True), "of 2064 columns"),
         (plan_on_gpus(64, 8), "few rows, 16 of each rank"),
         (plan_on_gpus(480, 8), "few rows, 120 of each rank"),
-        (plan_on_gpus(4096, 8, k=516), "multiples of 16 bytes"),
+        (plan_on_gpus(4096, 8, k=516), "multiples of 8"),
         (plan_on_gpus(4096, 8, dtype="float32"), "float32"),
         (plan_on_gpus(4096, 3000), "groups"),
         (plan_on_gpus(1 << 18, 8, k=8192), "more than a third; jflux.init(heap_bytes=...)"),

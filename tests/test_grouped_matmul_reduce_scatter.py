@@ -313,7 +313,7 @@ def test_plans_on_gpus():
         (plan_on_gpus(64, 8), "few rows, 16 of each rank"),
         (plan_on_gpus(16384, 128, 8, world=8), "128 experts times 8 ranks are more than 767"),
         (plan_on_gpus(4096, 8, world=1), "one rank"),
-        (plan_on_gpus(4096, 8, n=516), "multiples of 16 bytes"),
+        (plan_on_gpus(4096, 8, n=516), "multiples of 8"),
         (plan_on_gpus(4096, 8, dtype="float32"), "float32"),
         (plan_on_gpus(4096, 3000), "groups"),
         (plan_on_gpus(1 << 18, 8, n=8192), "more than a third"),

@@ -95,7 +95,7 @@ TEST(Plans) {
   ExpectRefusals("all_gather_grouped_matmul", call);
   Fields odd = call;
   odd["k"] = 60;
-  EXPECT(WhyNot(op, odd, Machine{132}).find("multiples of 16 bytes") != std::string::npos);
+  EXPECT(WhyNot(op, odd, Machine{132}).find("multiples of 8") != std::string::npos);
   EXPECT_EQ(WhyNot(op, odd, Machine{0}), "");
 }
 

@@ -82,7 +82,7 @@ TEST(Plans) {
   ExpectRefusals("grouped_matmul_reduce_scatter", call);
   Fields odd = call;
   odd["n"] = 60;
-  EXPECT(WhyNot(op, odd, Machine{132}).find("multiples of 16 bytes") != std::string::npos);
+  EXPECT(WhyNot(op, odd, Machine{132}).find("multiples of 8") != std::string::npos);
   EXPECT_EQ(WhyNot(op, odd, Machine{0}), "");
 }
 
