@@ -1,5 +1,7 @@
 """Programs for GPUs can be lowered without one, and say what they would call."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -53,6 +55,31 @@ def test_what_a_call_becomes():
         with jflux.config(fused=False):
             assert kernels_of(text()) == set()
     jax.clear_caches()
+
+
+def test_what_has_n_columns_is_padded_as_the_weights_are():
+    """Also where its type has other bytes: a float32 bias, and what is added to a float32 y."""
+    x, w = jnp.zeros((8, 13), jnp.float16), jnp.zeros((13, 2), jnp.float16)
+    y = jnp.zeros((8, 2), jnp.float32)
+
+    def f(x, w, y):
+        gathered = jflux.all_gather_matmul(
+            x, w, axis_name="tp", bias=jnp.ones(2, jnp.float32), activation="relu"
+        )
+        summed = jflux.matmul_reduce_scatter(
+            jnp.concatenate([x, x]), w, axis_name="tp", residual=y,
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        return gathered, summed
+
+    mapped = jax.shard_map(f, mesh=make_mesh((2,)), in_specs=P(), out_specs=P(), check_vma=False)
+    with as_on_gpus():
+        program = jax.jit(mapped).trace(x, w, y).lower(lowering_platforms=("cuda",)).as_text()
+    jax.clear_caches()
+    calls = re.findall(r"custom_call @jflux_(\w+)\(.* : \((.*)\) ->", program)
+    found = {op: re.findall(r"[x<](\d+)x([a-z]\w+)>", operands) for op, operands in calls}
+    assert found["all_gather_matmul"][1:] == [("32", "f16"), ("32", "f32")]
+    assert found["matmul_reduce_scatter"][1:] == [("32", "f16"), ("32", "f32")]
 
 
 @pytest.mark.parametrize("length, width", [(512, 192), (500, 128)])

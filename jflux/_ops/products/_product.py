@@ -245,17 +245,18 @@ END_TO_END = "terms are put end to end first"
 EPILOGUE_AFTER = "XLA applies the epilogue after the kernel"
 
 
-def pad_last(array: Any, dimensions: int) -> Any:
-    """An array whose last dimensions are padded with zeros, where they are no whole vectors."""
+def pad_last(array: Any, dimensions: int, dtype: Any) -> Any:
+    """An array whose last dimensions are padded with zeros, where they are no whole vectors of
+    `dtype`: that of x and w, also for a bias or another operand that has n columns."""
     sizes = array.shape[array.ndim - dimensions :]
-    more = [(0, padded(size, array.dtype) - size) for size in sizes]
+    more = [(0, padded(size, dtype) - size) for size in sizes]
     widths = [(0, 0)] * (array.ndim - dimensions) + more
     return jnp.pad(array, widths)
 
 
 def pad_to_vectors(xs: Sequence[Any], ws: Sequence[Any]) -> list[Any]:
     """[*xs, *ws], with k and n padded with zeros to whole vectors."""
-    return [*(pad_last(x, 1) for x in xs), *(pad_last(w, 2) for w in ws)]
+    return [*(pad_last(x, 1, x.dtype) for x in xs), *(pad_last(w, 2, w.dtype) for w in ws)]
 
 
 # ---- Batching ------------------------------------------------------------------------------------

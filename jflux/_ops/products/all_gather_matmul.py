@@ -743,7 +743,7 @@ def _canonical_epilogue(arrays: Arrays, params: Params, machine: Machine) -> Any
     def padded(x: Any, *operands: Any) -> list[Any]:
         ws, biases = _weights(operands, params)
         wide = _product.pad_to_vectors([x], ws)
-        biases = [_product.pad_last(b, 1) for b in biases]
+        biases = [_product.pad_last(b, 1, x.dtype) for b in biases]
         shapes = _result_shapes((x, *operands), params)
         results = _primitive.bind(
             *wide, *biases, params=dataclasses.replace(params, prepared=_product.PADDED)

@@ -512,7 +512,7 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
 
         def padded(*operands: Any) -> list[Any]:
             xs, ws, added = _terms(operands, params)
-            wide = (_product.pad_last(a, 1) for a in added)
+            wide = (_product.pad_last(a, 1, xs[0].dtype) for a in added)
             (y,) = bind(_product.PADDED, *_product.pad_to_vectors(xs, ws), *wide)
             return [y[..., :n]]
 
