@@ -727,9 +727,11 @@ def test_what_renews_results_knows_the_benchmarks():
         module, *options = run.split()
         file = ROOT / "bench" / (module.removeprefix("bench").removeprefix(".") or "__main__")
         source = file.with_suffix(".py").read_text()
+        if "mixtures.main(__doc__" in source:
+            source += (ROOT / "bench" / "mixtures.py").read_text()
         flags = [option for option in options if option.startswith("--")]
         for flag in [*flags, "--out", "--add", "--limit"]:
-            shared = re.search(r"command\.parser?\(__doc__", source) and f'"{flag}"' in of_all
+            shared = re.search(r"command\.parser?\((__)?doc", source) and f'"{flag}"' in of_all
             takes = f'"{flag}"' in source or shared
             assert takes, f"{name}: {module} has no {flag}"
         given = dict(zip(options[::2], options[1::2], strict=True))
@@ -943,7 +945,7 @@ def test_attentions_of_others_that_fail(attentions_of_others):
 def test_attentions_that_are_not_installed_are_named(capsys):
     if any(importlib.util.find_spec(name) for name in ("transformer_engine", "flash_attn3_jax")):
         pytest.skip("they are")
-    assert attention_peers.start(list(attention_peers.PEERS), make_mesh((1,))) == []
+    assert peers.start(attention_peers.PEERS, attention_peers.PEERS, make_mesh((1,))) == []
     said = capsys.readouterr().err
     assert said == "Transformer Engine: not installed\nflash-attn3-jax: not installed\n"
 
@@ -999,7 +1001,7 @@ def test_grouped_products_of_others_are_columns(monkeypatch, capsys):
     answers = WORKER.replace('"m": 64', '"sizes": [16, 16, 16, 16], "k": 16, "n": 24')
     monkeypatch.setattr(peers.Torch, "worker", (sys.executable, "-c", answers))
     monkeypatch.setattr("bench.rates.check", lambda *args, **flops: None)  # a worker takes no time
-    others = moe_peers.start(["tokamax", "torch"])
+    others = peers.start(["tokamax", "torch"], moe_peers.PEERS)
     row = moe.measure(tiny, "equal", 1, others)
     assert {"T", "T f+b", "P"} <= row.keys() and all(moe.cells(row)[7:10])
     row = moe.measure(tiny, "half", 1, others)  # the worker takes no other sizes
@@ -1016,12 +1018,12 @@ def test_grouped_products_of_others_are_columns(monkeypatch, capsys):
         peer.close()
     module.ragged_dot = lambda x, w, sizes: 2 * jax.lax.ragged_dot(x, w, sizes)
     with pytest.raises(RuntimeError, match="tokamax.ragged_dot is off by"):
-        moe_peers.start(["tokamax"])
+        peers.start(["tokamax"], moe_peers.PEERS)
     module.ragged_dot = refuses
-    assert moe_peers.start(["tokamax"]) == []
+    assert peers.start(["tokamax"], moe_peers.PEERS) == []
     assert "tokamax: NotImplementedError: no such shape" in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert moe_peers.start(["tokamax", "torch"]) == []
+    assert peers.start(["tokamax", "torch"], moe_peers.PEERS) == []
     assert "tokamax: not installed\nPyTorch: not installed" in capsys.readouterr().err
 
 

@@ -61,7 +61,7 @@ def test_contestants_agree(model, part):
 
 def test_a_row(monkeypatch, own_heap):
     own_heap()
-    monkeypatch.setattr(blocks._trial, "iterations_for", lambda *_: 2)
+    monkeypatch.setattr(blocks.trials, "iterations_for", lambda *_: 2)
     row = blocks.measure(GATED, "mlp", make_mesh((RANKS,)), TOKENS, rounds=2)
     cells = blocks.cells(row)
     assert len(cells) == len(blocks.COLUMNS) and cells[:3] == ["gated", "mlp", str(TOKENS)]

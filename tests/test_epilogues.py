@@ -641,5 +641,5 @@ def test_what_cannot_be_added(options, message):
 
 def test_names():
     assert set(ACTIVATIONS) - {None} == set(jflux._ops._epilogue.ACTIVATIONS)
-    assert ops.all_gather_matmul.PREACTIVATION == "jflux_preactivation"
-    assert ops.all_gather_matmul.ACTIVATED == "jflux_activated"
+    assert ops.products.all_gather_matmul.PREACTIVATION == "jflux_preactivation"
+    assert ops.products.all_gather_matmul.ACTIVATED == "jflux_activated"
