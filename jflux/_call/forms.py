@@ -142,8 +142,8 @@ class Op:
       same_over: params -> the axes that the results do not vary over any more.
       title: params -> what messages call the call; else its name.
       is_local: whether it has no peers and no workspace: its calls compute on one device, need no
-        axis, no mesh and no heap, and mean the same inside `jax.shard_map` and outside. C++
-        describes such an op as cc/runtime/local_op.h does.
+        axis, no mesh and no heap, and mean the same inside `jax.shard_map` and outside. In C++ such
+        an op has no plan (cc/runtime/op.h).
       values: how many of the first results `checkify` looks at. Later results may hold anything in
         places that nobody reads. None: all results.
     """
