@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from ... import _config, _native
 from ..._native import MAX_RANKS, MAX_WEIGHTS
 from ..._ranks import meshes
-from .. import _lax
+from .. import _lax, _scaled
 from .._spec import Layout
 from ._product_plan import padded
 
@@ -36,6 +36,8 @@ def dtypes(op: str = USUAL) -> dict[str, frozenset[np.dtype]]:
 
 DTYPES = dtypes()
 
+#: Why `lax` takes a call of operands with scales.
+NO_KERNEL_SCALES = "no kernel takes operands with a scale yet"
 #: Why `lax` takes a call under ``check_vma=True``.
 NO_KERNEL_REDUCES = "{}: kernels have no types of sums that are still to be made"
 
@@ -52,9 +54,10 @@ class Options(TypedDict, total=False):
 
 
 def is_for_lax(op: str, axis_name: meshes.AxisName, *operands: Any) -> bool:
-    """Whether `lax` takes a call, which it does in three cases:
+    """Whether `lax` takes a call, which it does in four cases:
 
     - the axis has one rank, or is `vmap`'s;
+    - operands have scales (:class:`jflux.Scaled`);
     - an operand is "unreduced": the sum over ranks is still to be made;
     - an operand is "reduced": the sum over ranks of its gradient is still to be made. Along axes
       other than the call's, along which another operand varies, it can be cast to vary instead.
@@ -63,6 +66,9 @@ def is_for_lax(op: str, axis_name: meshes.AxisName, *operands: Any) -> bool:
         return True
     if not meshes.is_manual(axis_name):
         _config.fall_back(op, f"axis {axis_name!r} is vmap's, not a mesh's")
+        return True
+    if any(isinstance(a, _scaled.Scaled) for a in operands):
+        _config.fall_back(op, NO_KERNEL_SCALES)
         return True
     arrays = [a for a in operands if isinstance(a, jax.Array)]
     types = [jax.typeof(a) for a in arrays]
@@ -165,6 +171,8 @@ def out_dtype(
 ) -> np.dtype:
     """The type of all results: that of `lax.dot_general`, which the reference calls and which
     checks `precision`."""
+    if _scaled.any_of(*operands):
+        return _scaled.result_dtype(preferred_element_type)
     dtypes = sorted({np.dtype(a.dtype).name for a in operands})
     if preferred_element_type is None and len(operands) > 2 and len(dtypes) > 1:
         raise TypeError(

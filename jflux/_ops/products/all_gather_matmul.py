@@ -24,10 +24,11 @@ from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from ..._ranks.node_levels import Levels
-from .. import _epilogue, _lax, _two_level, _two_level_plan
+from .. import _epilogue, _lax, _scaled, _two_level, _two_level_plan
 from .._collective import Collective, axis
 from .._epilogue import Epilogue
 from .._lax import several
+from .._scaled import Operand
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import exchange
 from . import _product, _product_plan
@@ -75,8 +76,8 @@ class Options(_product.Options, total=False):
 
 @overload
 def all_gather_matmul(
-    x: jax.Array,
-    w: jax.Array,
+    x: Operand,
+    w: Operand,
     *,
     return_gathered: Literal[False] = ...,
     gated: Literal[False] = ...,
@@ -84,8 +85,8 @@ def all_gather_matmul(
 ) -> jax.Array: ...
 @overload
 def all_gather_matmul(
-    x: jax.Array,
-    w: jax.Array,
+    x: Operand,
+    w: Operand,
     *,
     return_gathered: Literal[True],
     gated: Literal[False] = ...,
@@ -93,8 +94,8 @@ def all_gather_matmul(
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def all_gather_matmul(
-    x: jax.Array,
-    w: Sequence[jax.Array],
+    x: Operand,
+    w: Sequence[Operand],
     *,
     return_gathered: Literal[False] = ...,
     gated: Literal[True],
@@ -102,8 +103,8 @@ def all_gather_matmul(
 ) -> jax.Array: ...
 @overload
 def all_gather_matmul(
-    x: jax.Array,
-    w: Sequence[jax.Array],
+    x: Operand,
+    w: Sequence[Operand],
     *,
     return_gathered: Literal[True],
     gated: Literal[True],
@@ -111,8 +112,8 @@ def all_gather_matmul(
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def all_gather_matmul(
-    x: jax.Array,
-    w: Sequence[jax.Array],
+    x: Operand,
+    w: Sequence[Operand],
     *,
     return_gathered: Literal[False] = ...,
     gated: Literal[False] = ...,
@@ -120,8 +121,8 @@ def all_gather_matmul(
 ) -> tuple[jax.Array, ...]: ...
 @overload
 def all_gather_matmul(
-    x: jax.Array,
-    w: Sequence[jax.Array],
+    x: Operand,
+    w: Sequence[Operand],
     *,
     return_gathered: Literal[True],
     gated: Literal[False] = ...,
@@ -129,8 +130,8 @@ def all_gather_matmul(
 ) -> tuple[tuple[jax.Array, ...], jax.Array]: ...
 @overload
 def all_gather_matmul(
-    x: jax.Array,
-    w: jax.Array | Sequence[jax.Array],
+    x: Operand,
+    w: Operand | Sequence[Operand],
     *,
     return_gathered: bool = ...,
     gated: bool = ...,
@@ -138,8 +139,8 @@ def all_gather_matmul(
 ) -> Any: ...
 @meshes.axis_by_name
 def all_gather_matmul(
-    x: jax.Array,
-    w: jax.Array | Sequence[jax.Array],
+    x: Operand,
+    w: Operand | Sequence[Operand],
     *,
     axis_name: AxisName,
     gather_dimension: int = -2,
@@ -226,6 +227,7 @@ def all_gather_matmul(
       >>> jflux.all_gather_matmul(x, w, axis_name="tp", mesh=mesh).shape  # split by columns
       (64, 128)
     """
+    x, w = _scaled.of_product(OP, x, w)
     ws = several(w)
     if not ws:
         raise ValueError("jflux.all_gather_matmul: w is an empty sequence of weights")
@@ -286,8 +288,8 @@ def all_gather_matmul(
 
 
 def reference(
-    x: jax.Array,
-    w: jax.Array | Sequence[jax.Array],
+    x: Operand,
+    w: Operand | Sequence[Operand],
     *,
     axis_name: AxisName,
     gather_dimension: int = -2,
@@ -307,6 +309,7 @@ def reference(
     any type that `lax.dot_general` takes will do, and products are rounded to y's type before a
     bias or an activation. Errors are `lax`'s.
     """
+    x, w = _scaled.of_product(f"reference.{OP}", x, w)
     if not meshes.is_bound(axis_name):
         return _over_global_arrays(
             reference, x, w, bias, mesh=mesh, x_spec=x_spec, axis_name=axis_name,

@@ -24,9 +24,10 @@ from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from ..._ranks.node_levels import Levels
-from .. import _epilogue, _lax, _two_level, _two_level_plan
+from .. import _epilogue, _lax, _scaled, _two_level, _two_level_plan
 from .._collective import Collective, axis
 from .._lax import several
+from .._scaled import Operand
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import exchange
 from . import _product, _product_plan
@@ -59,8 +60,8 @@ class Params:
 
 @meshes.axis_by_name
 def matmul_reduce_scatter(
-    x: jax.Array | Sequence[jax.Array],
-    w: jax.Array | Sequence[jax.Array],
+    x: Operand | Sequence[Operand],
+    w: Operand | Sequence[Operand],
     *,
     axis_name: AxisName,
     scatter_dimension: int = -2,
@@ -136,6 +137,7 @@ def matmul_reduce_scatter(
       >>> jflux.matmul_reduce_scatter(x, w, axis_name="tp", mesh=mesh).shape  # split by rows
       (64, 32)
     """
+    x, w = _scaled.of_product(OP, x, w)
     xs, ws = several(x), several(w)
     if len(xs) != len(ws) or not xs:
         raise ValueError(
@@ -197,8 +199,8 @@ def matmul_reduce_scatter(
 
 
 def reference(
-    x: jax.Array | Sequence[jax.Array],
-    w: jax.Array | Sequence[jax.Array],
+    x: Operand | Sequence[Operand],
+    w: Operand | Sequence[Operand],
     *,
     axis_name: AxisName,
     scatter_dimension: int = -2,
@@ -216,6 +218,7 @@ def reference(
     :func:`jflux.matmul_reduce_scatter`; any type that `lax.dot_general` takes will do, and partial
     products are rounded to y's type before they are summed. Errors are `lax`'s.
     """
+    x, w = _scaled.of_product(f"reference.{OP}", x, w)
     if not meshes.is_bound(axis_name):
         return _over_global_arrays(
             reference, x, w, bias, residual, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
