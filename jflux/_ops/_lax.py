@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from . import _scaled
-from ._scaled import Operand, Scaled
+from ._scaled import Scaled
 
 #: `lax`'s own functions, whatever stands in their place later: a program may put jflux's there
 #: (``jax.lax.ragged_dot = jflux.nn.ragged_dot``), which hand calls back to these.
@@ -44,8 +44,8 @@ def dot_dtype(
 
 
 def matmul(
-    x: Operand,
-    w: Operand,
+    x: Any,
+    w: Any,
     preferred_element_type: DTypeLike | None,
     precision: lax.PrecisionLike,
     transpose_rhs: bool,

@@ -211,7 +211,7 @@ def rank_and_size(axis_name: AxisName | None) -> tuple[Any, int]:
     return lax.axis_index(as_tuple(axis_name)), size
 
 
-def vary_together(axis_name: AxisName, *arrays: jax.Array, same: int = 0) -> list[jax.Array]:
+def vary_together(axis_name: AxisName, *arrays: Any, same: int = 0) -> list[jax.Array]:
     """Gives all arrays the same type under ``shard_map(check_vma=True)``.
 
     An op over `axis_name` takes and returns values that vary over it, and over every axis that any

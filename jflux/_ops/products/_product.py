@@ -121,7 +121,7 @@ def check_operands(op: str, x: Any, w: Any, dimension: int, dimension_name: str)
 def check_contraction(
     op: str,
     x: Any,
-    w: jax.Array,
+    w: Any,
     layout: Layout,
     axis_name: meshes.AxisName,
     *,

@@ -340,8 +340,8 @@ def _communication(ndim: int, gather_dimension: int = -2, **_: Any) -> Collectiv
 
 def _over_global_arrays(
     op: Any,
-    x: jax.Array,
-    w: jax.Array | Sequence[jax.Array],
+    x: Any,
+    w: Any,
     bias: Any,
     *,
     mesh: Mesh | AbstractMesh | None,

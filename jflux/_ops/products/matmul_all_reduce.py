@@ -224,8 +224,8 @@ def _communication(ndim: int, **_: Any) -> Collective:
 
 def _over_global_arrays(
     op: Any,
-    x: jax.Array,
-    w: jax.Array,
+    x: Any,
+    w: Any,
     residual: Any,
     norm: Any,
     *,

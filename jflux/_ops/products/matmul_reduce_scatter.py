@@ -237,8 +237,8 @@ def _communication(ndim: int, scatter_dimension: int = -2, **_: Any) -> Collecti
 
 def _over_global_arrays(
     op: Any,
-    x: jax.Array | Sequence[jax.Array],
-    w: jax.Array | Sequence[jax.Array],
+    x: Any,
+    w: Any,
     bias: Any,
     residual: Any,
     *,
