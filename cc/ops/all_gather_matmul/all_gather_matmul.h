@@ -141,13 +141,15 @@ struct AllGatherMatmulOperands {
     const void* w;  // [k, n], or [n, k] if transpose_rhs
     void* y;        // [outer, world * inner, n]
     int64_t n;
-    const float* bias;  // [n], or null
-    void* sums;         // as y, of what the activation is applied to; or null
+    const float* bias;             // [n], or null
+    void* sums;                    // as y, of what the activation is applied to; or null
+    const float* scale = nullptr;  // [n], of w; of operands of 8 bits
   } products[kMaxWeights];
   int32_t weights;
   Activation activation;
   bool gated;
-  void* gathered;  // or null
+  void* gathered;                  // or null
+  const float* x_scale = nullptr;  // [outer, world * inner], of all ranks' rows
 };
 
 // Enqueues the call on `stream`. params.n is the columns of all weights.

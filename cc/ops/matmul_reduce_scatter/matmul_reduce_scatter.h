@@ -166,6 +166,10 @@ struct MatmulReduceScatterOperands {
   void* y;               // [outer, inner, n]
   const float* bias;     // [n], or null
   const void* residual;  // as y, or null
+  // Of operands of 8 bits, of which there is one term: the scales of x's rows [outer, world *
+  // inner] and of w's columns [n].
+  const float* x_scale = nullptr;
+  const float* w_scale = nullptr;
 };
 
 // Enqueues the call on `stream`. params.k is that of all terms. With outer > 1, inner must be a
