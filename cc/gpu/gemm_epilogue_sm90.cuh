@@ -69,7 +69,7 @@ struct Bias {
   }
 };
 
-// Of operands of 8 bits: their scales, of y's rows and columns.
+// Of operands of 8 bits: their scales, of y's rows and columns, if they have any.
 template <int kColumns, int kFirst = 0>
 struct Scale {
   const float* const& rows;
@@ -77,6 +77,7 @@ struct Scale {
   template <typename Block>
   __device__ __forceinline__ void operator()(const Block& block) const {
     if constexpr (Block::Config::kScaled) {
+      if (columns == nullptr) return;
       ScaleM64<kColumns, kFirst>(block.acc, rows, columns, block.place.n0, block.place.Columns(),
                                  [&](int r) { return block.place.RowAt(r, 1); });
     }

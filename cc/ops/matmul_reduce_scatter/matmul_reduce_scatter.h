@@ -118,7 +118,8 @@ bool ScatterTilesCpu(const MatmulReduceScatterParams& params, const ScatterTilin
                      const SymmetricView& view, const CpuHalf& half, const WaitContext& ctx,
                      const std::function<void(Tile)>& finished);
 
-inline constexpr OpFormats kMatmulReduceScatterFormats{kHalves, SetOf(DType::kF32)};
+inline constexpr OpFormats kMatmulReduceScatterFormats{kHalves | SetOf(DType::kF8E4M3FN),
+                                                       SetOf(DType::kBF16, DType::kF32)};
 inline std::string WhyNoKernel(const MatmulReduceScatterParams& p,
                                FormatSet machine = kWgmmaFormats) {
   if (p.rows.outer > 1 && p.rows.inner % kGemmTileM != 0) return kStraddlingTiles;

@@ -178,6 +178,7 @@ struct MatmulReduceScatterSm90 {
       if constexpr (Config::kScaled) {
 #pragma unroll
         for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
+          if (args.w_scale == nullptr) break;
           const int64_t row0 =
               static_cast<int64_t>(row_block) * Config::kTileM + staging.M64At(i) * 64;
           ScaleM64<Config::kSliceN>(
