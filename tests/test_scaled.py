@@ -20,9 +20,13 @@ E4M3, E5M2, INT8 = (np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.flo
 
 @pytest.fixture(autouse=True)
 def without_kernels(strict):
-    """No kernel takes operands with a scale yet."""
+    """Few kernels take operands with a scale yet."""
     with jflux.config(strict=False):
         yield
+
+
+#: The ops and scales that kernels take.
+KERNELS = {("all_gather_matmul", "tensor"), ("all_gather_matmul", "row")}
 
 
 LARGEST = {E4M3: 448.0, E5M2: 57344.0, INT8: 127.0}
@@ -300,7 +304,8 @@ def test_products_over_ranks(op, recipe, world):
             functools.partial(local, module), mesh=make_mesh((world,)), in_specs=P("tp"),
             out_specs=P("tp"),
         )  # fmt: skip
-        y = run(jax.jit(f), stacked)
+        with jflux.config(strict=(op, recipe) in KERNELS):
+            y = run(jax.jit(f), stacked)
         assert y.dtype == jnp.bfloat16
         for rank in range(world):
             # A sum over ranks is one of bfloat16.
@@ -414,8 +419,33 @@ def test_the_call_says_that_no_kernel_takes_it():
     call = functools.partial(
         jflux.all_gather_matmul, axis_name="tp", mesh=make_mesh((min(RANKS, 2),))
     )
-    with jflux.config(strict=True), pytest.raises(NotImplementedError, match="with a scale yet"):
+    with (
+        jflux.config(strict=True),
+        pytest.raises(NotImplementedError, match="several entries along k yet"),
+    ):
         call(x, w)
+
+
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+def test_gpus_take_scales_of_rows_and_columns(transpose_rhs, lowered_without_gpus):
+    spec = P("tp", None) if transpose_rhs else P(None, "tp")
+
+    def local(x, gate, up):
+        return jflux.all_gather_matmul(
+            x, (gate, up), axis_name="tp", transpose_rhs=transpose_rhs, activation="silu",
+            gated=True,
+        )  # fmt: skip
+
+    f = jax.shard_map(local, mesh=make_mesh((2,)), in_specs=(P("tp"), spec, spec),
+                      out_specs=P(None, "tp"))  # fmt: skip
+    x = quantized(0, (4096, 520), (1, -1))
+    ws = [quantized(i, (520, 1024), (-1, 1)) for i in (1, 2)]
+    calls, text = lowered_without_gpus(f, x, *(w.T if transpose_rhs else w for w in ws))
+    assert [call.op for call in calls] == ["all_gather", "all_gather_matmul"]
+    assert ("w is transposed first" in calls[1].plan.reason) == (not transpose_rhs)
+    (line,) = (line for line in text.splitlines() if "@jflux_all_gather_matmul" in line)
+    assert "scaled = true" in line and "transpose_rhs = true" in line
+    assert line.count("f8E4M3FN") == 3 and "k = 528" not in line
 
 
 def test_scales_are_exchanged_where_shards_have_no_whole_blocks():

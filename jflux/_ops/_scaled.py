@@ -4,7 +4,6 @@ do with it in plain `lax`."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -207,6 +206,36 @@ def without_derivative(what: str) -> Callable[[Callable[..., Any]], Callable[...
     return decorate
 
 
+@without_derivative(
+    "jflux: a product of scaled operands has no derivative, since it would be rounded to 8 bits: "
+    "where they are constants, pass jax.lax.stop_gradient of them"
+)
+def constants(*operands: Scaled) -> tuple[Scaled, ...]:
+    """The operands, which raise where they are differentiated."""
+    return operands
+
+
+def has_blocks_of_k(x: Scaled, *ws: Scaled, transpose_rhs: bool) -> bool:
+    """Whether a scale has several entries along k, so that sums over k do not share one."""
+    k_of_w = 1 if transpose_rhs else 0
+    return x.scale.shape[-1] > 1 or any(w.scale.shape[k_of_w] > 1 for w in ws)
+
+
+def of_rows(x: Scaled) -> jax.Array:
+    """The scale of x's rows, [..., rows, 1]."""
+    scale = x.scale
+    for dimension in range(x.ndim - 1):
+        scale = over_elements(scale, dimension, x.shape[dimension])
+    return jnp.broadcast_to(scale, (*x.shape[:-1], 1))
+
+
+def of_columns(w: Scaled, transpose_rhs: bool) -> jax.Array:
+    """The scale of w's columns, [n]."""
+    n_of_w = 0 if transpose_rhs else 1
+    scale = over_elements(w.scale, n_of_w, w.shape[n_of_w])
+    return jnp.broadcast_to(scale.reshape(-1), (w.shape[n_of_w],))
+
+
 def result_dtype(preferred_element_type: DTypeLike | None) -> np.dtype:
     """The type of a product of scaled operands."""
     if preferred_element_type is None:
@@ -220,14 +249,10 @@ def matmul(x: Scaled, w: Scaled, precision: lax.PrecisionLike, transpose_rhs: bo
     Values are multiplied and summed as they are, over all of k, or over its blocks where a scale
     has several entries along k. Each sum is multiplied by x's scale, and then by w's.
     """
-    product = functools.partial(_matmul, precision=precision, transpose_rhs=transpose_rhs)
-    return without_derivative(
-        "jflux: a product of scaled operands has no derivative, since it would be rounded to 8 "
-        "bits: where they are constants, pass jax.lax.stop_gradient of them"
-    )(product)(x, w)
+    return _matmul(*constants(x, w), precision, transpose_rhs)
 
 
-def _matmul(x: Scaled, w: Scaled, *, precision: lax.PrecisionLike, transpose_rhs: bool) -> Any:
+def _matmul(x: Scaled, w: Scaled, precision: lax.PrecisionLike, transpose_rhs: bool) -> Any:
     k_of_w = 1 if transpose_rhs else 0
     # Scales as [..., rows, k] and [k, n].
     x_scale, w_scale = x.scale, w.scale.T if transpose_rhs else w.scale
@@ -291,9 +316,6 @@ def exchange(
       split, concat: of the collective (`Collective`).
       send: the collective of an array.
     """
-    # As bytes: no collective has a type of 8-bit floats.
-    sent = send(lax.bitcast_convert_type(operand.values, jnp.int8))
-    values = lax.bitcast_convert_type(sent, operand.dtype)
     last = operand.ndim - 1
     scale = operand.scale
     if split is not None:
@@ -314,7 +336,7 @@ def exchange(
         elif count != size and size % BLOCK != 0:
             _check_whole(concat == last, size)
             scale = over_elements(scale, concat, operand.shape[concat])
-    return Scaled(values, send(scale))
+    return Scaled(send(operand.values), send(scale))
 
 
 def _check_whole(is_k: bool, size: int) -> None:

@@ -3,6 +3,7 @@ _product_plan.py plans them."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -38,6 +39,7 @@ DTYPES = dtypes()
 
 #: Why `lax` takes a call of operands with scales.
 NO_KERNEL_SCALES = "no kernel takes operands with a scale yet"
+NO_KERNEL_BLOCKS = "no kernel takes scales with several entries along k yet"
 #: Why `lax` takes a call under ``check_vma=True``.
 NO_KERNEL_REDUCES = "{}: kernels have no types of sums that are still to be made"
 
@@ -53,11 +55,14 @@ class Options(TypedDict, total=False):
     x_spec: PartitionSpec | None
 
 
-def is_for_lax(op: str, axis_name: meshes.AxisName, *operands: Any) -> bool:
+def is_for_lax(
+    op: str, axis_name: meshes.AxisName, *operands: Any, no_kernel: str | None = NO_KERNEL_SCALES
+) -> bool:
     """Whether `lax` takes a call, which it does in four cases:
 
     - the axis has one rank, or is `vmap`'s;
-    - operands have scales (:class:`jflux.Scaled`);
+    - operands have scales (:class:`jflux.Scaled`), and `no_kernel` says why kernels do not take
+      them;
     - an operand is "unreduced": the sum over ranks is still to be made;
     - an operand is "reduced": the sum over ranks of its gradient is still to be made. Along axes
       other than the call's, along which another operand varies, it can be cast to vary instead.
@@ -67,8 +72,8 @@ def is_for_lax(op: str, axis_name: meshes.AxisName, *operands: Any) -> bool:
     if not meshes.is_manual(axis_name):
         _config.fall_back(op, f"axis {axis_name!r} is vmap's, not a mesh's")
         return True
-    if any(isinstance(a, _scaled.Scaled) for a in operands):
-        _config.fall_back(op, NO_KERNEL_SCALES)
+    if no_kernel is not None and any(isinstance(a, _scaled.Scaled) for a in operands):
+        _config.fall_back(op, no_kernel)
         return True
     arrays = [a for a in operands if isinstance(a, jax.Array)]
     types = [jax.typeof(a) for a in arrays]
@@ -289,7 +294,14 @@ PADDED = "k and n are padded, to rows of whole 64 bytes"
 RANK_MAJOR = "rows are put in rank order first"
 SIDE_BY_SIDE = "weights are put side by side first"
 END_TO_END = "terms are put end to end first"
+K_MAJOR = "w is transposed first: tensor cores take operands of 8 bits along k alone"
 EPILOGUE_AFTER = "XLA applies the epilogue after the kernel"
+
+
+def also_prepared(params: Any, how: str) -> Any:
+    """Params of a call that was prepared so, after what it was prepared by before."""
+    before = [] if params.prepared is None else [params.prepared]
+    return dataclasses.replace(params, prepared=", ".join([*before, how]))
 
 
 def pad_last(array: Any, dimensions: int, dtype: Any) -> Any:
