@@ -462,7 +462,7 @@ def test_formats_of_the_native_module():
     assert _product.DTYPES["cuda"] == {np.dtype(d) for d in halves}
 
     def why_not(*call):
-        return _native.why_not_dtypes("matmul_reduce_scatter", *call)
+        return _native.why_not_dtypes("grouped_matmul", *call)
 
     assert why_not("cuda", BF16) is why_not("cuda", BF16, F32) is why_not("cpu", F32) is None
     assert why_not("cuda", BF16, "float16") == (

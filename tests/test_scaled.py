@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from harness import RANKS, make_mesh, run
+from harness import PLATFORM, RANKS, make_mesh, run
 from jax.sharding import PartitionSpec as P
 
 import jflux
@@ -26,7 +26,9 @@ def without_kernels(strict):
 
 
 #: The ops and scales that kernels take.
-KERNELS = {("all_gather_matmul", "tensor"), ("all_gather_matmul", "row")}
+KERNELS = {("all_gather_matmul", scale) for scale in ("tensor", "row")}
+if PLATFORM == "gpu":
+    KERNELS |= {("matmul_reduce_scatter", scale) for scale in ("tensor", "row")}
 
 
 LARGEST = {E4M3: 448.0, E5M2: 57344.0, INT8: 127.0}
@@ -428,24 +430,33 @@ def test_the_call_says_that_no_kernel_takes_it():
 
 @pytest.mark.parametrize("transpose_rhs", [False, True])
 def test_gpus_take_scales_of_rows_and_columns(transpose_rhs, lowered_without_gpus):
-    spec = P("tp", None) if transpose_rhs else P(None, "tp")
+    """Also of weights that have to be transposed and padded."""
 
-    def local(x, gate, up):
-        return jflux.all_gather_matmul(
-            x, (gate, up), axis_name="tp", transpose_rhs=transpose_rhs, activation="silu",
-            gated=True,
-        )  # fmt: skip
+    def local(x, gate, up, down):
+        options = {"axis_name": "tp", "transpose_rhs": transpose_rhs}
+        y = jflux.all_gather_matmul(x, (gate, up), activation="silu", gated=True, **options)
+        y = jflux.quantize(y, E4M3, block=(1, -1))
+        return jflux.matmul_reduce_scatter(y, down, **options)
 
-    f = jax.shard_map(local, mesh=make_mesh((2,)), in_specs=(P("tp"), spec, spec),
-                      out_specs=P(None, "tp"))  # fmt: skip
+    columns, rows = (P("tp"), P(None, "tp"))[:: 1 if transpose_rhs else -1]
     x = quantized(0, (4096, 520), (1, -1))
-    ws = [quantized(i, (520, 1024), (-1, 1)) for i in (1, 2)]
-    calls, text = lowered_without_gpus(f, x, *(w.T if transpose_rhs else w for w in ws))
-    assert [call.op for call in calls] == ["all_gather", "all_gather_matmul"]
-    assert ("w is transposed first" in calls[1].plan.reason) == (not transpose_rhs)
-    (line,) = (line for line in text.splitlines() if "@jflux_all_gather_matmul" in line)
-    assert "scaled = true" in line and "transpose_rhs = true" in line
-    assert line.count("f8E4M3FN") == 3 and "k = 528" not in line
+    shapes, block = ((520, 1040), (520, 1040), (1040, 500)), (-1, 1)
+    ws = [quantized(i, shape, block) for i, shape in enumerate(shapes)]
+    ws = [w.T if transpose_rhs else w for w in ws]
+    whole = dict(scale=P(), values=rows)  # one scale of columns for both ranks' k
+    f = jax.shard_map(
+        local, mesh=make_mesh((2,)), out_specs=P("tp"),
+        in_specs=(P("tp"), columns, columns, jflux.Scaled(**whole)),
+    )  # fmt: skip
+    calls, text = lowered_without_gpus(f, x, *ws)
+    assert [call.op for call in calls] == [
+        "all_gather", "all_gather_matmul", "matmul_reduce_scatter"
+    ]  # fmt: skip
+    for call in calls[1:]:
+        assert ("w is transposed first" in call.plan.reason) == (not transpose_rhs)
+        assert "padded" in call.plan.reason
+        (line,) = (one for one in text.splitlines() if f"@jflux_{call.op}(" in one)
+        assert "scaled = true" in line and "transpose_rhs = true" in line and "f8E4M3FN" in line
 
 
 def test_scales_are_exchanged_where_shards_have_no_whole_blocks():

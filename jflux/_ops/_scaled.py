@@ -249,7 +249,8 @@ def matmul(x: Scaled, w: Scaled, precision: lax.PrecisionLike, transpose_rhs: bo
     Values are multiplied and summed as they are, over all of k, or over its blocks where a scale
     has several entries along k. Each sum is multiplied by x's scale, and then by w's.
     """
-    return _matmul(*constants(x, w), precision, transpose_rhs)
+    x, w = constants(x, w)
+    return _matmul(x, w, precision, transpose_rhs)
 
 
 def _matmul(x: Scaled, w: Scaled, precision: lax.PrecisionLike, transpose_rhs: bool) -> Any:

@@ -114,10 +114,8 @@ struct CallOnCuda : PlannedCall<kAllGatherMatmulId, LaunchAllGatherMatmul> {
     arrays.weights = static_cast<int32_t>(count);
     arrays.activation = static_cast<Activation>(a.activation);
     arrays.gated = a.gated;
-    const auto floats = [&](size_t i, int64_t size) -> const float* {  // null: not so many
-      const auto array = *rest.get<ffi::AnyBuffer>(i);
-      const bool fits = array.element_type() == ffi::F32 && CountOf(array) == size;
-      return fits ? static_cast<const float*>(array.untyped_data()) : nullptr;
+    const auto floats = [&](size_t i, int64_t size) {
+      return FloatsOf(*rest.get<ffi::AnyBuffer>(i), size);
     };
     size_t next_bias = count;
     int64_t columns = 0;

@@ -27,7 +27,7 @@ from ._product_plan import padded
 #: The name that `jax.checkpoint` policies know a product's y by, where it has no activation.
 PRODUCT = "jflux_product"
 #: The product whose types the others take, but for those that name their own.
-USUAL = "matmul_reduce_scatter"
+USUAL = "grouped_matmul"
 
 
 def dtypes(op: str = USUAL) -> dict[str, frozenset[np.dtype]]:
