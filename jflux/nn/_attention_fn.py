@@ -65,6 +65,7 @@ def attention_fn(
     """
     check_layout(_OP, layout)
 
+    # Linen's layers leave out what this signature does not name.
     def attend(
         query: jax.Array,
         key: jax.Array,
