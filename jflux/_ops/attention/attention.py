@@ -41,18 +41,18 @@ class _Options:
       plain: whether it is the reference: in XLA's operations alone.
     """
 
-    plain: bool
-    axis_name: AxisName | None
-    heads_axis: AxisName | None
-    causal: bool
-    layout: Layout
-    window: int | tuple[int, int] | None
-    scale: float | None
-    softcap: float | None
-    return_lse: bool
-    ring: bool | None
-    mesh: Mesh | AbstractMesh | None
-    q_spec: PartitionSpec | None
+    axis_name: AxisName | None = None
+    heads_axis: AxisName | None = None
+    causal: bool = False
+    layout: Layout = "zigzag"
+    window: int | tuple[int, int] | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    return_lse: bool = False
+    ring: bool | None = None
+    mesh: Mesh | AbstractMesh | None = None
+    q_spec: PartitionSpec | None = None
+    plain: bool = False
 
     def scores(self, q: jax.Array) -> Scores:
         """Of queries with these options."""
@@ -184,37 +184,17 @@ def attention(
       (1, 64, 4, 16)
     """
     options = _Options(
-        False, axis_name, heads_axis, causal, layout, window, scale, softcap, return_lse, ring,
-        mesh, q_spec,
+        axis_name, heads_axis, causal, layout, window, scale, softcap, return_lse, ring, mesh,
+        q_spec,
     )  # fmt: skip
     return _global_attention(options, q, k, v, segment_ids)
 
 
-def reference(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    axis_name: AxisName | None = None,
-    heads_axis: AxisName | None = None,
-    causal: bool = False,
-    layout: Layout = "zigzag",
-    window: int | tuple[int, int] | None = None,
-    segment_ids: Any = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    return_lse: bool = False,
-    ring: bool | None = None,
-    mesh: Mesh | AbstractMesh | None = None,
-    q_spec: PartitionSpec | None = None,
-) -> Any:
+@functools.wraps(attention, assigned=())
+def reference(q: Any, k: Any, v: Any, *, segment_ids: Any = None, **options: Any) -> Any:
     """:func:`jflux.attention` in plain `lax`, on every platform: in blocks, with `lax`'s exchanges,
     and differentiated as it is written, less with `segment_ids`: then in blocks too."""
-    options = _Options(
-        True, axis_name, heads_axis, causal, layout, window, scale, softcap, return_lse, ring,
-        mesh, q_spec,
-    )  # fmt: skip
-    return _global_attention(options, q, k, v, segment_ids)
+    return _global_attention(_Options(**options, plain=True), q, k, v, segment_ids)
 
 
 def _global_attention(options: _Options, q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
