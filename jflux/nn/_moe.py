@@ -348,12 +348,12 @@ def _of_all_experts(
     capacity: int | None,
 ) -> jax.Array:
     """The weighted sum of each token's experts, to whose ranks it goes and from which it comes."""
-    there = moe_dispatch.moe_dispatch(
+    dispatched = moe_dispatch.moe_dispatch(
         tokens, indices, weights, capacity=capacity, axis_name=ep, partial_sums=True,
         num_experts=experts.up.shape[0] * meshes.axis_size(ep),
     )  # fmt: skip
-    y = experts.of_rows(there.rows, there.padded_sizes)
-    return moe_dispatch.moe_combine(y, there.handle, weights=weights, axis_name=ep)
+    y = experts.of_rows(dispatched.rows, dispatched.padded_sizes)
+    return moe_dispatch.moe_combine(y, dispatched.handle, weights=weights, axis_name=ep)
 
 
 def _shared(options: _Options, x: jax.Array, shared: Sequence[jax.Array]) -> jax.Array:
@@ -363,12 +363,12 @@ def _shared(options: _Options, x: jax.Array, shared: Sequence[jax.Array]) -> jax
             x, up, None, down, None, *gate, activation=options.activation,
             axis_name=options.axis_name, sequence_parallel=options.sequence_parallel,
         )  # fmt: skip
-    plain: Any = {"preferred_element_type": None, "precision": None, "transpose_rhs": False}
+    product: Any = {"preferred_element_type": None, "precision": None, "transpose_rhs": False}
     pair = (*gate, up) if gate else up
     hidden = _dense._own_columns(
-        x, pair, None, activation=options.activation, gated=bool(gate), **plain
+        x, pair, None, activation=options.activation, gated=bool(gate), **product
     )
-    return _lax.matmul(hidden, down, **plain)
+    return _lax.matmul(hidden, down, **product)
 
 
 # ---- What the layers for linen and for NNX share -------------------------------------------------

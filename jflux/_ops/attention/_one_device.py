@@ -17,10 +17,9 @@ from ..._call import explain, plans
 from ..._call.forms import Call, Form, WhyNot, choose, decomposed
 from ..._call.plans import Arrays, Machine, Path, Plan
 from ..._ranks import meshes
-from . import _cudnn, _nonfinite, flash_attention
+from . import _cudnn, _nonfinite, _passes, flash_attention
 from ._blockwise import Scores, default_precision
 from ._checks import scale_of, window_of
-from ._passes import KERNEL, of_split
 from ._split_sequence import Params
 
 _OP = "attention of one device"
@@ -108,7 +107,7 @@ def _takes_kernel(call: Call, machine: Machine) -> Plan | WhyNot | None:
 def _in_kernel(arrays: Arrays, options: _Options, plan: Plan) -> jax.Array:
     q, k, v = meshes.vary_alike(*_with_batch(arrays[:3]))
     params = Params(None, 1, options.scores(q), "contiguous", precision=default_precision())
-    o, _ = of_split(params, KERNEL.gathered, q, k, v)
+    o, _ = _passes.attend(params, _passes.KERNEL.gathered, q, k, v)
     return o.reshape(arrays[0].shape)
 
 

@@ -240,7 +240,7 @@ def _forms(
                 return plans.fused(words, native)
         return native
 
-    def takes_calls(call: Call, machine: Machine) -> Plan | None:
+    def takes_in_calls(call: Call, machine: Machine) -> Plan | None:
         fields, dtype = fields_of(call)
         if call.levels is not None or _native.why_not_dtypes("moe_combine", "cuda", dtype):
             return None
@@ -254,7 +254,7 @@ def _forms(
                     return dataclasses.replace(plans.decomposed(why), config={"calls": calls})
         return None
 
-    return forms.kernel(takes, attributes), Form(takes_calls, in_calls), steps
+    return forms.kernel(takes, attributes), Form(takes_in_calls, in_calls), steps
 
 
 def _columns_of_calls(rows: jax.Array, plan: Plan) -> list[jax.Array]:

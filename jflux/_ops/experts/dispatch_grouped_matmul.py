@@ -353,12 +353,12 @@ def _by_gather(arrays: Arrays, params: _Params, plan: Plan) -> tuple[jax.Array, 
 
 def _by_dispatch(arrays: Arrays, params: _Params, plan: Plan) -> tuple[jax.Array, DispatchHandle]:
     x, *ws, indices = arrays
-    there = moe_dispatch.moe_dispatch(
+    dispatched = moe_dispatch.moe_dispatch(
         x, indices, jnp.ones(indices.shape, jnp.float32), num_experts=params.num_experts,
         partial_sums=True, axis_name=params.axis_name,
     )  # fmt: skip
-    y = grouped_matmul(there.rows, ws, there.group_sizes, **params.product)
-    return y, DispatchHandle(there.group_sizes, there.handle)  # type: ignore[arg-type]
+    y = grouped_matmul(dispatched.rows, ws, dispatched.group_sizes, **params.product)
+    return y, DispatchHandle(dispatched.group_sizes, dispatched.handle)  # type: ignore[arg-type]
 
 
 #: Each has a handle of its own.
