@@ -128,8 +128,8 @@ class _Attribute:
 
     @classmethod
     def of(cls, name: str, value: Any) -> _Attribute:
-        plain = next(kind(value) for kind in _KINDS if isinstance(value, kind))
-        return cls(name, repr(plain), plain)
+        exact = next(kind(value) for kind in _KINDS if isinstance(value, kind))
+        return cls(name, repr(exact), exact)
 
 
 @dataclasses.dataclass(frozen=True)
