@@ -60,7 +60,12 @@ class Format:
     hopper: str | None
     k_major: bool
     scale_block: int
-    stored: int
+    stored: int  # 1 as an operand, 2 as a result, 4 on the wire
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it may be stored anywhere (`kWideFormats`)."""
+        return self.stored == 7
 
 
 FORMATS: dict[str, Format] = {row["name"]: Format(**row) for row in lib.formats()}
@@ -78,10 +83,20 @@ def dtypes(op: str, platform: str) -> frozenset[np.dtype]:
     return frozenset(np.dtype(name) for i, name in enumerate(FORMATS) if taken >> i & 1)
 
 
-def why_not_dtypes(op: str, platform: str, operands: Any, results: Any = None) -> str | None:
-    """Why `op` does not take operands of a type there, or give results of another, or None."""
-    names = [np.dtype(operands if d is None else d).name for d in (operands, results)]
+def why_not_dtypes(
+    op: str, platform: str, operands: Any, results: Any = None, *, w: Any = None
+) -> str | None:
+    """Why `op` does not take operands of a type there (w of another), or give results of another,
+    or None."""
+    names = [np.dtype(operands if d is None else d).name for d in (operands, w, results)]
     return lib.why_not_formats(op, platform, *names) or None
+
+
+def result_dtype(x: Any, w: Any) -> np.dtype | None:
+    """The type of a product of these types, unless its call names another; None if no kernels
+    multiply them."""
+    name = lib.result_format(np.dtype(x).name, np.dtype(w).name)
+    return np.dtype(name) if name else None
 
 
 def number_of(name: str | None, names: tuple[str, ...]) -> int:

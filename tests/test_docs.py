@@ -257,6 +257,7 @@ def test_the_support_matrix_is_that_of_the_code():
         names, *cells = [cell.strip() for cell in line.strip("|").split("|")]
         rows |= {name: cells for name in re.findall(r"`(\w+)`", names) if len(cells) == 4}
     bits = {"16 bits": ("float16", "bfloat16"), "float32": ("float32",), "float64": ("float64",)}
+    bits |= {"8 bits": ("int8",)}
     for name, spec in all_ops().items():
         hopper, portable, cpu, _ = rows[name]
         for platform, cell in (("cuda", hopper), ("cpu", cpu)):

@@ -458,13 +458,17 @@ def test_constants_of_the_native_module():
 def test_formats_of_the_native_module():
     """What an op says of a type follows from the table of formats and from the op's entry."""
     halves, singles = {"float16", "bfloat16"}, {"float32", "float64"}
-    assert set(_native.FORMATS) == halves | singles
-    assert [_native.dtype_number(d) for d in _native.FORMATS] == list(range(4))
+    eights = {"float8_e4m3fn", "float8_e5m2", "int8"}
+    assert set(_native.FORMATS) == halves | singles | eights | {"int32"}
+    assert [_native.dtype_number(d) for d in _native.FORMATS] == list(range(8))
+    sums = {"float64": "float64", "int8": "int32", "int32": "int32"}
     for name, row in _native.FORMATS.items():
         assert row.bits == 8 * np.dtype(name).itemsize
-        assert (row.hopper is None) == (row.portable is None) == (name in singles)
-        assert row.accumulator == ("float64" if name == "float64" else "float32")
-    assert _product.DTYPES["cpu"] == {np.dtype(d) for d in _native.FORMATS}
+        assert (row.hopper is not None) == (name in halves | eights)
+        assert (row.portable is not None) == (name in {*halves, "int8"})
+        assert row.accumulator == sums.get(name, "float32")
+        assert row.is_wide == (name in halves | singles)
+    assert _product.DTYPES["cpu"] == {np.dtype(d) for d in halves | singles}
     assert _product.DTYPES["cuda"] == {np.dtype(d) for d in halves}
 
     def why_not(*call):

@@ -299,10 +299,14 @@ NB_MODULE(_jflux, m) {
   m.def("formats", &Formats);
   m.def("operand_formats", &jflux_operand_formats);
   m.def("why_not_formats", [](const std::string& op, const std::string& platform,
-                              const std::string& operands, const std::string& results) {
+                              const std::string& x, const std::string& w, const std::string& y) {
     const char* why =
-        jflux_why_not_formats(op.c_str(), platform.c_str(), operands.c_str(), results.c_str());
+        jflux_why_not_formats(op.c_str(), platform.c_str(), x.c_str(), w.c_str(), y.c_str());
     return std::string(why == nullptr ? "" : why);
+  });
+  m.def("result_format", [](const std::string& x, const std::string& w) {
+    const char* y = jflux_result_format(x.c_str(), w.c_str());
+    return std::string(y == nullptr ? "" : y);
   });
   m.def("custom_workspace_bytes", &jflux_custom_workspace_bytes);
   // How many blocks a multiprocessor holds at once; 0 without a heap.

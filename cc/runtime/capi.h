@@ -166,9 +166,13 @@ typedef struct {
 JFLUX_API const JfluxFormat* jflux_formats(void);
 // The formats that an op takes on "cpu" or "cuda", a bit for each row.
 JFLUX_API uint32_t jflux_operand_formats(const char* op, const char* platform);
-// Why it does not take operands and give results of types with these names; null if it does.
-JFLUX_API const char* jflux_why_not_formats(const char* op, const char* platform,
-                                            const char* operands, const char* results);
+// Why it does not take x and w and give y of types with these names; null if it does. An op with
+// one operand takes it as x and w.
+JFLUX_API const char* jflux_why_not_formats(const char* op, const char* platform, const char* x,
+                                            const char* w, const char* y);
+// The type of y for x and w of types with these names, unless the call names another; null if no
+// kernels multiply them.
+JFLUX_API const char* jflux_result_format(const char* x, const char* w);
 
 // A configuration of the GPU kernels (gpu/gemm_config.h).
 typedef struct {

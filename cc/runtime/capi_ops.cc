@@ -142,11 +142,19 @@ uint32_t jflux_operand_formats(const char* op, const char* platform) {
   return static_cast<uint32_t>(FormatsOf(op, platform).operands);
 }
 
-const char* jflux_why_not_formats(const char* op, const char* platform, const char* operands,
-                                  const char* results) {
+const char* jflux_why_not_formats(const char* op, const char* platform, const char* x,
+                                  const char* w, const char* y) {
   const std::string why =
-      jflux::WhyNotFormats(FormatsOf(op, platform), jflux::kAllFormats, operands, results);
+      jflux::WhyNotFormats(FormatsOf(op, platform), jflux::kAllFormats, x, w, y);
   return why.empty() ? nullptr : Reason(why);
+}
+
+const char* jflux_result_format(const char* x, const char* w) {
+  for (const jflux::ProductFormats& p : jflux::kProducts) {
+    if (jflux::FormatOf(p.x).name == std::string(x) && jflux::FormatOf(p.w).name == std::string(w))
+      return jflux::FormatOf(p.y).name;
+  }
+  return nullptr;
 }
 
 int jflux_choices(JfluxChoice* choices, int capacity) {

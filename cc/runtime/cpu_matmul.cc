@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
+#include <type_traits>
 
 #include "core/numbers.h"
 
@@ -17,6 +19,7 @@ Gemm<double> g_dgemm = nullptr;
 
 Gemm<float> BlasOf(float) { return g_sgemm; }
 Gemm<double> BlasOf(double) { return g_dgemm; }
+Gemm<int32_t> BlasOf(int32_t) { return nullptr; }
 
 // Row-major c = a @ b is column-major c^T = b^T @ a^T.
 template <typename T>
@@ -47,22 +50,32 @@ void MultiplyAs(const T* a, const T* w, int64_t ldw, bool transposed, int64_t ro
     }
     return;
   }
+  using Sum = std::conditional_t<std::is_integral_v<T>, uint32_t, T>;  // integers wrap
+  std::vector<Sum> sums(cols);
   for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t j = 0; j < cols; ++j) {
-      T sum = 0;
-      for (int64_t l = 0; l < k; ++l)
-        sum += a[i * k + l] * (transposed ? b[j * ldw + l] : b[l * ldw + j]);
-      c[i * cols + j] = sum;
+    std::fill(sums.begin(), sums.end(), Sum{0});
+    const T* row = a + i * k;
+    for (int64_t j = 0; transposed && j < cols; ++j) {
+      for (int64_t l = 0; l < k; ++l) sums[j] += Sum(row[l]) * Sum(b[j * ldw + l]);
     }
+    for (int64_t l = 0; !transposed && l < k; ++l) {
+      for (int64_t j = 0; j < cols; ++j) sums[j] += Sum(row[l]) * Sum(b[l * ldw + j]);
+    }
+    for (int64_t j = 0; j < cols; ++j) c[i * cols + j] = static_cast<T>(sums[j]);
   }
 }
 
 template <typename To, typename From>
 To Cast(From v) {
-  if constexpr (std::is_same_v<To, BF16> || std::is_same_v<To, F16>) {
+  if constexpr (std::is_class_v<To>) {
     return To::From(static_cast<float>(v));
-  } else if constexpr (std::is_same_v<From, BF16> || std::is_same_v<From, F16>) {
-    return static_cast<To>(static_cast<float>(v));
+  } else if constexpr (std::is_class_v<From>) {
+    return Cast<To>(static_cast<float>(v));
+  } else if constexpr (std::is_integral_v<To> && std::is_floating_point_v<From>) {
+    constexpr auto kLeast = std::numeric_limits<To>::min(), kMost = std::numeric_limits<To>::max();
+    if (v != v) return 0;
+    if (v <= static_cast<From>(kLeast)) return kLeast;
+    return v >= static_cast<From>(kMost) ? kMost : static_cast<To>(v);
   } else {
     return static_cast<To>(v);
   }
@@ -81,8 +94,8 @@ void Convert(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64
     std::memcpy(dst, src, count * SizeOf(src_dtype));
     return;
   }
-  WithFormat(src_dtype, [&](auto from) {
-    WithFormat(dst_dtype, [&](auto to) {
+  WithFormat<kAllFormats>(src_dtype, [&](auto from) {
+    WithFormat<kAllFormats>(dst_dtype, [&](auto to) {
       const auto* s = static_cast<const Number<from>*>(src);
       auto* d = static_cast<Number<to>*>(dst);
       for (int64_t i = 0; i < count; ++i) d[i] = Cast<Number<to>>(s[i]);
@@ -103,36 +116,34 @@ void Accumulate(const void* src, DType src_dtype, void* dst, DType dst_dtype, in
   });
 }
 
-CpuRhs::CpuRhs(const void* w, DType dtype, int64_t k, int64_t n, bool transposed)
-    : dtype_(dtype),
+CpuRhs::CpuRhs(const void* w, DType dtype, int64_t k, int64_t n, bool transposed, DType a_dtype)
+    : a_dtype_(a_dtype),
       compute_(FormatOf(dtype).accumulator),
       k_(k),
       n_(n),
       transposed_(transposed),
       w_(w) {
-  if (dtype_ == compute_) return;
-  converted_.resize(k * n);
-  Convert(w, dtype_, converted_.data(), DType::kF32, k * n);
+  if (dtype == compute_) return;
+  converted_.resize(k * n * SizeOf(compute_));
+  Convert(w, dtype, converted_.data(), compute_, k * n);
   w_ = converted_.data();
 }
 
 void CpuRhs::Multiply(const void* a, int64_t rows, int64_t col0, int64_t cols, void* c) const {
   const int64_t ld = transposed_ ? k_ : n_;
   const int64_t first = transposed_ ? col0 * k_ : col0;
-  if (compute_ == DType::kF64) {
-    MultiplyAs(static_cast<const double*>(a), static_cast<const double*>(w_) + first, ld,
-               transposed_, rows, cols, k_, static_cast<double*>(c));
-    return;
-  }
-  std::vector<float> wide;
-  const auto* a32 = static_cast<const float*>(a);
-  if (dtype_ != DType::kF32) {
-    wide.resize(rows * k_);
-    Convert(a, dtype_, wide.data(), DType::kF32, rows * k_);
-    a32 = wide.data();
-  }
-  MultiplyAs(a32, static_cast<const float*>(w_) + first, ld, transposed_, rows, cols, k_,
-             static_cast<float*>(c));
+  WithFormat<SetOf(DType::kF32, DType::kF64, DType::kS32)>(compute_, [&](auto format) {
+    using T = Number<format>;
+    std::vector<T> wide;
+    const auto* left = static_cast<const T*>(a);
+    if (a_dtype_ != compute_) {
+      wide.resize(rows * k_);
+      Convert(a, a_dtype_, wide.data(), compute_, rows * k_);
+      left = wide.data();
+    }
+    MultiplyAs(left, static_cast<const T*>(w_) + first, ld, transposed_, rows, cols, k_,
+               static_cast<T*>(c));
+  });
 }
 
 }  // namespace jflux

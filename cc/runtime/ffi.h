@@ -45,11 +45,11 @@ inline std::optional<Group> FindGroup(Int64s groups, int64_t world, int64_t devi
   return std::nullopt;
 }
 
-inline std::optional<DType> DTypeOf(ffi::DataType t) {
+inline std::optional<DType> DTypeOf(ffi::DataType t, FormatSet among = kWideFormats) {
   switch (t) {
 #define JFLUX_CASE(ID, ...) \
   case ffi::DataType::ID:   \
-    return DType::k##ID;
+    return Has(among, DType::k##ID) ? std::optional(DType::k##ID) : std::nullopt;
     JFLUX_FORMATS(JFLUX_CASE)
 #undef JFLUX_CASE
     default:

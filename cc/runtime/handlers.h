@@ -100,12 +100,19 @@ struct PlannedCall<kOp, kLaunch,
 inline int64_t CountOf(const ffi::AnyBuffer& b) { return static_cast<int64_t>(b.element_count()); }
 
 // The fields that the params of all products have, from x [..., k], w [k, n] or [n, k], and y.
-// Empty if there is no such product.
+// Empty if there is no such product. w is of x's format, or *w_dtype is set to its own, and 8 bits
+// are taken too.
 template <typename Params>
 std::optional<Params> ProductOf(const ProductAttributes& a, const ffi::AnyBuffer& x,
-                                const ffi::AnyBuffer& w, const ffi::AnyBuffer& y) {
-  const auto dtype = DTypeOf(x.element_type()), out_dtype = DTypeOf(y.element_type());
-  if (!dtype || !out_dtype || w.element_type() != x.element_type()) return std::nullopt;
+                                const ffi::AnyBuffer& w, const ffi::AnyBuffer& y,
+                                DType* w_dtype = nullptr) {
+  const FormatSet formats = w_dtype == nullptr ? kWideFormats : kAllFormats;
+  const auto dtype = DTypeOf(x.element_type(), formats);
+  const auto other = DTypeOf(w.element_type(), formats);
+  const auto out_dtype = DTypeOf(y.element_type(), formats);
+  if (!dtype || !other || !out_dtype) return std::nullopt;
+  if (w_dtype == nullptr && *other != *dtype) return std::nullopt;
+  if (w_dtype != nullptr) *w_dtype = *other;
   if (x.dimensions().size() < 2 || w.dimensions().size() != 2) return std::nullopt;
   Params p{};
   p.rows = Rows{static_cast<int32_t>(a.call.world), a.outer, a.inner};

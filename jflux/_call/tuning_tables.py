@@ -58,6 +58,7 @@ class Key:
       rows: of all ranks.
       n: columns of w, of all weights if they are several.
       k: of x, of all terms if they are several.
+      dtype: of x and w, and that or a wider one of y; "x.w.y" for a type that no result has.
     """
 
     op: str
@@ -76,7 +77,7 @@ class Key:
         )
 
 
-_KEY = re.compile(r"(\w+) (\w+) ranks=\d+ rows=\d+ n=\d+ k=\d+ w=(kn|nk)")
+_KEY = re.compile(r"(\w+) ([\w.]+) ranks=\d+ rows=\d+ n=\d+ k=\d+ w=(kn|nk)")
 
 Table = dict[str, Any]  # str(Key) -> [tile_n, cluster_m, group_m, splits] or "decomposed"
 

@@ -49,6 +49,11 @@ def matmul(
 ) -> jax.Array:
     """``x @ w``: x [..., k], w [k, n] or, with `transpose_rhs`, [n, k]."""
     contract = ((x.ndim - 1,), (1 if transpose_rhs else 0,))
+    wanted = np.dtype(x.dtype if preferred_element_type is None else preferred_element_type)
+    if jnp.int8 == x.dtype == w.dtype and jnp.issubdtype(wanted, jnp.floating):
+        # Sums are whole numbers, which float32 may not hold.
+        y = dot_general(x, w, (contract, ((), ())), preferred_element_type=jnp.int32)
+        return y.astype(wanted)
     return dot_general(
         x, w, (contract, ((), ())), precision=precision,
         preferred_element_type=preferred_element_type,

@@ -25,7 +25,7 @@ class AllGatherMatmulCall : public Call {
       }
       w_values_.push_back(RandomIntegers(p.k * p.n, 1, seed * 100 + 50 + rank));
       x_.emplace_back(p.dtype, shard);
-      w_.emplace_back(p.dtype, w_values_.back());
+      w_.emplace_back(p.DTypeOfW(), w_values_.back());
       y_.emplace_back(p.out_dtype, r.Total() * p.n);
       gathered_out_.emplace_back(p.dtype, r.Total() * p.k);
     }

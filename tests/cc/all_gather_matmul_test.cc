@@ -25,18 +25,27 @@ const Shape kShapes[] = {
     {4, 3, 16, 17, {72, 32, 8}},     //
 };
 
+constexpr struct {
+  DType x, w, y;
+} kEightBits[] = {{DType::kF8E4M3FN, DType::kF8E4M3FN, DType::kBF16},
+                  {DType::kF8E5M2, DType::kF8E4M3FN, DType::kF32},
+                  {DType::kS8, DType::kS8, DType::kS32},
+                  {DType::kS8, DType::kS8, DType::kF16}};
+
 void Check(int world, const RunOptions& options) {
   uint32_t seed = 100 * world;
   for (const Shape& s : kShapes) {
-    for (const auto& [in, out] : kProductTypes) {
+    const auto check = [&](DType x, DType w, DType y) {
       ++seed;
       const bool transposed = seed % 2, gathered = seed % 3 != 0;
       const AllGatherMatmulParams p{
-          Rows{world, s.outer, s.inner}, s.k, s.n, in, out, transposed, gathered};
+          Rows{world, s.outer, s.inner}, s.k, s.n, x, y, transposed, gathered, w};
       ExpectRight(world, options, seed, [&](uint32_t call_seed) {
         return std::make_unique<AllGatherMatmulCall>(p, s.tiling, call_seed);
       });
-    }
+    };
+    for (const auto& [in, out] : kProductTypes) check(in, in, out);
+    for (const auto& [x, w, y] : kEightBits) check(x, w, y);
   }
 }
 
@@ -84,6 +93,27 @@ TEST(Plans) {
           {2, 1, 16, 320, 4096, DType::kBF16, {{"gated", 1}}, {128, 1, 1, 1}, 132, 140288},
           {3, 1, 640, 2048, 1000, DType::kBF16, {}, {128, 2, 2, 1}, 132, 16811008},
       });
+}
+
+// No GPU kernel takes 8 bits, and no kernel two types that are no product.
+TEST(FormatsThatAreRefused) {
+  AllGatherMatmulParams p = Small(16, 16);
+  p.dtype = DType::kF8E4M3FN, p.out_dtype = DType::kBF16;
+  EXPECT_EQ(WhyNoKernel(p), "operands are float8_e4m3fn, the kernels take float16, bfloat16");
+  const auto why_not = [](DType x, DType w, DType y) {
+    return WhyNotFormats(kAllGatherMatmulCpuFormats, kAllFormats, x, w, y);
+  };
+  for (const auto& [x, w, y] : kEightBits) EXPECT_EQ(why_not(x, w, y), "");
+  EXPECT_EQ(why_not(DType::kF8E5M2, DType::kF8E5M2, DType::kBF16),
+            "x is float8_e5m2 and w is float8_e5m2, the kernels multiply float8_e5m2 by "
+            "float8_e4m3fn");
+  EXPECT_EQ(why_not(DType::kF8E4M3FN, DType::kF8E4M3FN, DType::kF8E4M3FN),
+            "results are float8_e4m3fn, the kernels give float16, bfloat16, float32");
+  EXPECT_EQ(why_not(DType::kS32, DType::kS32, DType::kS32).rfind("operands are int32", 0), 0u);
+  // What x and y were before there were two of them stays.
+  EXPECT_EQ(why_not(DType::kBF16, DType::kBF16, DType::kF32), "");
+  EXPECT_EQ(why_not(DType::kF32, DType::kF32, DType::kBF16),
+            "results are bfloat16, the kernels give float32");
 }
 
 TEST(CallsThatHaveNoPlan) { ExpectProductRefusals("all_gather_matmul"); }

@@ -191,6 +191,23 @@ TEST(Fp64GoesThroughFp32) {
   EXPECT((Converted<float, double>(narrow, DType::kF32, DType::kF64)) == widened);
 }
 
+TEST(FloatsToIntegersAsXla) {
+  const std::vector<float> values = {0, -0.9f, 1.9f, -1.9f, 127, 128, -128, -1e9f, INFINITY, NAN};
+  EXPECT((Converted<float, int8_t>(values, DType::kF32, DType::kS8)) ==
+         (std::vector<int8_t>{0, 0, 1, -1, 127, 127, -128, -128, 127, 0}));
+  const std::vector<double> wide = {2147483647.0, 2147483648.0, -2147483648.0, -3e9};
+  EXPECT((Converted<double, int32_t>(wide, DType::kF64, DType::kS32)) ==
+         (std::vector<int32_t>{INT32_MAX, INT32_MAX, INT32_MIN, INT32_MIN}));
+}
+
+TEST(IntegersWrap) {
+  const std::vector<int8_t> a(140'000, -128), w(140'000, -128);
+  const CpuRhs rhs(w.data(), DType::kS8, 140'000, 1, false);
+  int32_t c;
+  rhs.Multiply(a.data(), 1, 0, 1, &c);
+  EXPECT_EQ(c, static_cast<int32_t>(140'000u << 14));
+}
+
 TEST(SameTypeCopiesBits) {
   std::vector<unsigned char> bytes(8 * 32);
   for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<unsigned char>(i * 37 | 0x80);
@@ -233,13 +250,14 @@ void CheckMultiply() {
     int64_t rows, k, n, col0, cols;
   } shapes[] = {
       {1, 1, 1, 0, 1}, {5, 7, 9, 0, 9}, {4, 16, 24, 8, 8}, {33, 20, 17, 5, 12}, {16, 3, 40, 39, 1}};
-  for (DType dtype : kTypes) {
+  for (const ProductFormats& formats : kProducts) {
+    const auto [dtype, w_dtype, y, others] = formats;
     for (bool transposed : {false, true}) {
       for (const auto& s : shapes) {
         const auto a = SmallIntegers(s.rows * s.k, 11), w = SmallIntegers(s.k * s.n, 12);
-        const auto w_stored = Stored(w, dtype), a_stored = Stored(a, dtype);
-        const CpuRhs rhs(w_stored.data(), dtype, s.k, s.n, transposed);
-        EXPECT_EQ(rhs.compute_dtype(), dtype == DType::kF64 ? DType::kF64 : DType::kF32);
+        const auto w_stored = Stored(w, w_dtype), a_stored = Stored(a, dtype);
+        const CpuRhs rhs(w_stored.data(), w_dtype, s.k, s.n, transposed, dtype);
+        EXPECT_EQ(rhs.compute_dtype(), FormatOf(dtype).accumulator);
         // One extra element, to detect writes past the end.
         std::vector<char> c((s.rows * s.cols + 1) * SizeOf(rhs.compute_dtype()), '\x55');
         rhs.Multiply(a_stored.data(), s.rows, s.col0, s.cols, c.data());
@@ -293,7 +311,7 @@ TEST(MultiplyWithABlas) {
   g_gemm_calls = 0;
   CheckMultiply();
   SetBlas(nullptr, nullptr);
-  EXPECT_EQ(g_gemm_calls, 4 * 2 * 5);
+  EXPECT_EQ(g_gemm_calls, (std::size(kProducts) - 1) * 2 * 5);  // none of integers
 }
 
 }  // namespace

@@ -227,6 +227,8 @@ TEST(DTypeSizes) {
   EXPECT_EQ(SizeOf(DType::kBF16), 2);
   EXPECT_EQ(SizeOf(DType::kF32), 4);
   EXPECT_EQ(SizeOf(DType::kF64), 8);
+  EXPECT_EQ(SizeOf(DType::kF8E4M3FN), 1);
+  EXPECT_EQ(BlockElements(DType::kS8), 128);
 }
 
 }  // namespace

@@ -26,7 +26,7 @@
 
 namespace jflux {
 
-constexpr char kPoison = '\xff';  // NaN in every dtype
+constexpr char kPoison = '\xff';  // NaN in every float
 
 using Values = std::vector<double>;
 

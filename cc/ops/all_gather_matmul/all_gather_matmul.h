@@ -7,6 +7,7 @@
 #define JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "core/activation.h"
@@ -28,11 +29,14 @@ struct AllGatherMatmulParams {
   Rows rows;             // of the gathered x
   int64_t k;             // columns of x
   int64_t n;             // columns of this rank's w
-  DType dtype;           // of x, w and the gathered x
+  DType dtype;           // of x and the gathered x
   DType out_dtype;       // of y
   bool transpose_rhs;    // w is stored [n, k]
   bool return_gathered;  // also write the gathered x
+  // Of w, if it is not x's.
+  std::optional<DType> w_dtype = {};
 
+  DType DTypeOfW() const { return w_dtype.value_or(dtype); }
   int64_t ShardBytes() const { return rows.PerRank() * k * SizeOf(dtype); }
   uint32_t Signature() const {
     return SignatureBuilder()
@@ -97,7 +101,13 @@ bool AllGatherMatmulCpu(const AllGatherMatmulParams& params, const CpuTiling& ti
                         uint64_t epoch, const WaitContext& ctx);
 
 inline constexpr OpFormats kAllGatherMatmulFormats{kHalves, SetOf(DType::kF32)};
+inline constexpr OpFormats kAllGatherMatmulCpuFormats{
+    kWideFormats | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
+    SetOf(DType::kF16, DType::kBF16, DType::kF32, DType::kS32)};
 inline std::string WhyNoKernel(const AllGatherMatmulParams& p, FormatSet machine = kWgmmaFormats) {
+  std::string why =
+      WhyNotFormats(kAllGatherMatmulFormats, machine, p.dtype, p.DTypeOfW(), p.out_dtype);
+  if (!why.empty()) return why;
   return WhyNotOperands(kAllGatherMatmulFormats, machine, p.dtype, p.out_dtype, p.k, p.n,
                         p.transpose_rhs);
 }

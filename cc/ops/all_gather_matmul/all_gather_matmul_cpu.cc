@@ -62,7 +62,7 @@ bool AllGatherMatmulCpu(const AllGatherMatmulParams& p, const CpuTiling& tiling,
                       static_cast<int32_t>(CeilDiv<int64_t>(p.n, tiling.tile_n)), /*group_m=*/1};
   const auto order =
       GatherOrder::Make(grid, view.rank, view.world, p.rows.PerRank(), tiling.tile_m);
-  const CpuRhs rhs(arrays.w, p.dtype, p.k, p.n, p.transpose_rhs);
+  const CpuRhs rhs(arrays.w, p.DTypeOfW(), p.k, p.n, p.transpose_rhs, p.dtype);
   const char* data = view.At(view.rank, half.data);
   std::vector<char> product(static_cast<int64_t>(tiling.tile_m) * tiling.tile_n *
                             SizeOf(rhs.compute_dtype()));

@@ -11,9 +11,10 @@ bool PlanAllGatherMatmul(CallReader& reader, const Machine& machine, Fields* pla
                          std::string* why_not) {
   const ProductCall call = ProductCall::Read(reader);
   const bool gated = reader.GetOr("gated", 0, 0, 1) == 1;
+  const DType w_dtype = reader.Has("w_dtype") ? reader.GetFormat("w_dtype") : call.dtype;
   if (!reader.Check(why_not)) return false;
   const AllGatherMatmulParams p{call.rows,          call.k, call.n, call.dtype, call.out_dtype,
-                                call.transpose_rhs, false};
+                                call.transpose_rhs, false,  w_dtype};
   if (machine.IsCpu()) {
     const CpuTiling tiling;
     *plan = CpuPlan(AllGatherLayout::Make(p, tiling.chunk_bytes).Workspace().TotalBytes());
@@ -52,12 +53,14 @@ struct Attributes : ProductAttributes {
 std::optional<AllGatherMatmulParams> ParamsOf(const ProductAttributes& a, const ffi::AnyBuffer& x,
                                               const ffi::AnyBuffer& w, const ffi::AnyBuffer& y,
                                               bool gathered) {
-  auto p = ProductOf<AllGatherMatmulParams>(a, x, w, y);
+  DType w_dtype{};
+  auto p = ProductOf<AllGatherMatmulParams>(a, x, w, y, &w_dtype);
   if (!p || CountOf(x) != p->rows.PerRank() * p->k || CountOf(w) != p->k * p->n ||
       CountOf(y) != p->rows.Total() * p->n) {
     return std::nullopt;
   }
   p->return_gathered = gathered;
+  p->w_dtype = w_dtype;
   return p;
 }
 
@@ -76,6 +79,9 @@ struct CallOnCpu : TiledCall<kAllGatherMatmulId, AllGatherMatmulCpu> {
     const auto params = ParamsOf(a, x, w, *y, results.size() > 1);
     if (!params) return kDoNotFit;
     p = *params;
+    const std::string why =
+        WhyNotFormats(kAllGatherMatmulCpuFormats, kAllFormats, p.dtype, p.DTypeOfW(), p.out_dtype);
+    if (!why.empty()) return why;
     arrays = {x.untyped_data(), w.untyped_data(), y->untyped_data(), nullptr};
     if (p.return_gathered) arrays.gathered = (*results.get<ffi::AnyBuffer>(1))->untyped_data();
     return "";
@@ -144,9 +150,9 @@ struct CallOnCuda : PlannedCall<kAllGatherMatmulId, LaunchAllGatherMatmul> {
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllGatherMatmulOp;
-const Op kAllGatherMatmulOp = {kAllGatherMatmulId,  "all_gather_matmul",
-                               OnCpu<CallOnCpu>,    JFLUX_IF_CUDA(OnCuda<CallOnCuda>),
-                               kCpuFormats,         kAllGatherMatmulFormats,
-                               PlanAllGatherMatmul, /*most_splits=*/kGatherSplits};
+const Op kAllGatherMatmulOp = {kAllGatherMatmulId,         "all_gather_matmul",
+                               OnCpu<CallOnCpu>,           JFLUX_IF_CUDA(OnCuda<CallOnCuda>),
+                               kAllGatherMatmulCpuFormats, kAllGatherMatmulFormats,
+                               PlanAllGatherMatmul,        /*most_splits=*/kGatherSplits};
 
 }  // namespace jflux

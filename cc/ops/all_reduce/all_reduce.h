@@ -19,7 +19,7 @@
 namespace jflux {
 
 inline constexpr OpId kAllReduceId{3};
-inline constexpr OpFormats kAllReduceFormats{kAllFormats};
+inline constexpr OpFormats kAllReduceFormats{kWideFormats};
 
 // Python reads their names from the op's constants (all_reduce_ffi.cc).
 enum class AllReduceAlgorithm : int32_t {
@@ -110,23 +110,24 @@ struct AllReduceParams {
   int64_t width = 0;        // of a row, in elements
   double epsilon = 0;
 
-  JFLUX_HD int64_t Bytes() const { return count * SizeOf(dtype); }
+  JFLUX_HD int64_t ElementBytes() const { return SizeOf<kWideFormats>(dtype); }
+  JFLUX_HD int64_t Bytes() const { return count * ElementBytes(); }
   // 8-byte units (core/units.h); the last may be partial.
   JFLUX_HD int64_t Units() const { return CeilDiv(Bytes(), kPacketPayload); }
   // Two-shot: units that a rank sums. The last ranks may have fewer, or none.
   JFLUX_HD int64_t ShardUnits() const { return CeilDiv<int64_t>(Units(), world); }
   // Packets for an unrounded sum of a unit: sums of 16-bit data are float32.
-  JFLUX_HD int64_t SumPackets() const { return SizeOf(dtype) == 2 ? 2 : 1; }
+  JFLUX_HD int64_t SumPackets() const { return ElementBytes() == 2 ? 2 : 1; }
   // Butterfly: units that a rank of the pairing sums.
   JFLUX_HD int64_t PairUnits() const {
     return CeilDiv<int64_t>(Units(), int64_t{1} << PairingSteps(world));
   }
 
   // With a norm:
-  JFLUX_HD int64_t RowUnits() const { return width * SizeOf(dtype) / kPacketPayload; }
+  JFLUX_HD int64_t RowUnits() const { return width * ElementBytes() / kPacketPayload; }
   // Whether rows are full units and at most kMostNormUnits long.
   bool FitsNorm() const {
-    return width > 0 && count % width == 0 && width * SizeOf(dtype) % kPacketPayload == 0 &&
+    return width > 0 && count % width == 0 && width * ElementBytes() % kPacketPayload == 0 &&
            RowUnits() <= kMostNormUnits;
   }
   // Bytes of scratch for `units` units of a row: their sums, and scale and bias in the accumulation

@@ -23,7 +23,7 @@
 namespace jflux {
 
 inline constexpr OpId kAllGatherId{4}, kAllToAllId{5}, kReduceScatterId{6};
-inline constexpr OpFormats kExchangeFormats{kAllFormats};  // of reduce_scatter
+inline constexpr OpFormats kExchangeFormats{kWideFormats};  // of reduce_scatter
 
 // Chunked: a rank has a slot for the shard from each peer. The shard arrives in chunks of
 // chunk_bytes (sizes as in ops/all_reduce/all_reduce.h), each with a signal.

@@ -12,7 +12,7 @@ import numpy as np
 from ... import _native
 
 #: The types that queries and a cache may have.
-DTYPES = tuple(_native.FORMATS)
+DTYPES = tuple(name for name, row in _native.FORMATS.items() if row.is_wide)
 #: Positions are int32, and a window of so many leaves none out.
 _MOST_POSITIONS = np.iinfo(np.int32).max
 

@@ -25,8 +25,16 @@ from ._product_plan import padded
 
 #: The name that `jax.checkpoint` policies know a product's y by, where it has no activation.
 PRODUCT = "jflux_product"
-#: The types of operands that the kernels of products take, by platform.
-DTYPES = {platform: _native.dtypes("all_gather_matmul", platform) for platform in ("cpu", "cuda")}
+#: The product whose types the others take, but for those that name their own.
+USUAL = "matmul_reduce_scatter"
+
+
+def dtypes(op: str = USUAL) -> dict[str, frozenset[np.dtype]]:
+    """The types of operands that the kernels of products take, by platform."""
+    return {platform: _native.dtypes(op, platform) for platform in ("cpu", "cuda")}
+
+
+DTYPES = dtypes()
 
 #: Why `lax` takes a call under ``check_vma=True``.
 NO_KERNEL_REDUCES = "{}: kernels have no types of sums that are still to be made"
@@ -167,6 +175,35 @@ def out_dtype(
     return _lax.dot_dtype(*pair, preferred_element_type, precision)
 
 
+def default_dtype(op: str, x: Any, ws: Sequence[Any]) -> np.dtype | None:
+    """The type of the results of an `op` that takes operands of 8 bits, if its call names none.
+    None: that of `lax.dot_general`."""
+    row = _native.FORMATS.get(x.dtype.name)
+    if row is None or row.is_wide or x.dtype not in _native.dtypes(op, "cpu"):
+        return None
+    found = {_native.result_dtype(x.dtype, w.dtype) for w in ws}
+    return found.pop() if len(found) == 1 else None
+
+
+def without_gradients(op: str, *operands: jax.Array) -> list[jax.Array]:
+    """The operands, which raise where their tangents are asked for if they are floats."""
+    return [_constant(op, a) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in operands]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _constant(op: str, a: jax.Array) -> jax.Array:
+    return a
+
+
+@_constant.defjvp
+def _no_tangents(op: str, primals: Any, tangents: Any) -> Any:
+    (a,) = primals
+    raise TypeError(
+        f"jflux.{op}: operands of {a.dtype} have no gradient, which would be rounded to 8 bits "
+        "without a scale; cast x and w to bfloat16 first"
+    )
+
+
 def constant_if_whole(out: np.dtype, *operands: jax.Array) -> list[jax.Array]:
     """The operands of a call with results of this type, without gradients if that is one of whole
     numbers: `jax.custom_jvp` would ask for their tangents."""
@@ -175,11 +212,11 @@ def constant_if_whole(out: np.dtype, *operands: jax.Array) -> list[jax.Array]:
     return [jax.lax.stop_gradient(a) for a in operands]
 
 
-def kernel_takes(x: Any, w: Any, out: np.dtype, world: int, platform: str) -> str | None:
+def kernel_takes(
+    x: Any, w: Any, out: np.dtype, world: int, platform: str, op: str = USUAL
+) -> str | None:
     """Why no kernel on `platform` takes these operands, or None."""
-    if x.dtype != w.dtype:
-        return f"x is {x.dtype} and w is {w.dtype}, kernels take one type for both"
-    if why := _native.why_not_dtypes("all_gather_matmul", platform, x.dtype, out):
+    if why := _native.why_not_dtypes(op, platform, x.dtype, out, w=w.dtype):
         return why
     if platform == "cuda" and total_rows(x) * world >= 1 << 31:
         return f"{total_rows(x)} rows on each of {world} ranks, kernels take fewer than 2^31 in all"
@@ -188,9 +225,11 @@ def kernel_takes(x: Any, w: Any, out: np.dtype, world: int, platform: str) -> st
     return None
 
 
-def why_no_kernel(pairs: Iterable[tuple[Any, Any]], params: Any, platform: str) -> str | None:
+def why_no_kernel(
+    pairs: Iterable[tuple[Any, Any]], params: Any, platform: str, op: str = USUAL
+) -> str | None:
     """Why the kernels cannot take one of these x and w, or None."""
-    reasons = (kernel_takes(x, w, params.out_dtype, params.world, platform) for x, w in pairs)
+    reasons = (kernel_takes(x, w, params.out_dtype, params.world, platform, op) for x, w in pairs)
     return next(filter(None, reasons), None)
 
 

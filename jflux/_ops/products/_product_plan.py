@@ -28,6 +28,7 @@ class Sizes:
     [outer, inner], as cc/core/rows.h numbers them; k and n are of all terms and all weights.
 
     Attributes:
+      dtype, w_dtype, out_dtype: of x, of w (None: x's), and of y.
       first_k: of the first term alone, if there are several.
       gated: whether two weights make one result.
       split_rows, concat_rows: of an all-to-all: whether shards are rows of what is sent, and of
@@ -47,6 +48,7 @@ class Sizes:
     gated: bool = False
     split_rows: bool = False
     concat_rows: bool = False
+    w_dtype: np.dtype | None = None
 
     @property
     def rows(self) -> int:
@@ -56,8 +58,13 @@ class Sizes:
     @property
     def key(self) -> tuning_tables.Key:
         """The key of the call in tuning tables."""
+        formats = self.dtype.name
+        row = _native.FORMATS.get(formats)
+        if row is not None and not row.is_wide:  # y has another format, and perhaps w
+            w = self.dtype if self.w_dtype is None else self.w_dtype
+            formats = f"{formats}.{w.name}.{self.out_dtype.name}"
         return tuning_tables.Key(
-            self.op, self.world, self.rows, self.n, self.k, self.dtype.name, self.transpose_rhs
+            self.op, self.world, self.rows, self.n, self.k, formats, self.transpose_rhs
         )
 
     def native(self) -> dict[str, int]:
@@ -77,6 +84,7 @@ class Sizes:
             "dtype": _native.dtype_number(self.dtype),
             "out_dtype": _native.dtype_number(self.out_dtype),
             "transpose_rhs": self.transpose_rhs,
+            **({} if self.w_dtype is None else {"w_dtype": _native.dtype_number(self.w_dtype)}),
             **{name: int(value) for name, value in options.items() if value},
         }
 

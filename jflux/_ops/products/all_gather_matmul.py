@@ -186,11 +186,11 @@ def all_gather_matmul(
     dw needs y, a policy that keeps only one of them has the product computed again.
 
     Args:
-      x: [..., m/N, k]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16 (GPU).
-        Other types take the reference.
-      w: [k, n/N], or [n/N, k] with `transpose_rhs`; of x's type. Or a tuple or list of such, of
-        any n each. Under ``check_vma=True``, all results vary over every axis that x or one of the
-        weights varies over.
+      x: [..., m/N, k]; float16, bfloat16, float32, float64, float8_e4m3fn, float8_e5m2 or int8
+        (CPU), float16 or bfloat16 (GPU). Other types take the reference.
+      w: [k, n/N], or [n/N, k] with `transpose_rhs`; of x's type, or float8_e4m3fn for an x of
+        float8_e5m2. Or a tuple or list of such, of any n each. Under ``check_vma=True``, all
+        results vary over every axis that x or one of the weights varies over.
       axis_name: a mesh axis, or a tuple of them (the first one major).
       gather_dimension: which of x's leading dimensions to gather; the second to last by default.
       return_gathered: also return the gathered x, [..., m, k].
@@ -199,8 +199,9 @@ def all_gather_matmul(
       activation: None, or "gelu", "gelu_tanh" (its approximation, `jax.nn.gelu`'s default),
         "relu" or "silu".
       gated: two weights make one y: the first product, activated, times the second.
-      preferred_element_type: the type of y; by default x's. Sums are in float32 (float64 for
-        float64) whatever it is.
+      preferred_element_type: the type of y; by default x's, for operands of 8 bits bfloat16, for
+        int8 int32. Sums are in float32 (float64 for float64, int32 for int8) whatever it is. For
+        8 bits kernels give bfloat16, float16 and float32 (for int8 int32 too).
       precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
@@ -213,7 +214,8 @@ def all_gather_matmul(
       x's is rounded to it.
 
     Raises:
-      ValueError, TypeError: operands that do not fit, when the call is traced.
+      ValueError, TypeError: operands that do not fit, and gradients of 8-bit floats, when the call
+        is traced.
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
         takes, or that finds no room in the symmetric heap.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
@@ -244,6 +246,12 @@ def all_gather_matmul(
     columns = [_product.columns(one, transpose_rhs) for one in ws]
     _epilogue.check_shapes(OP, columns, bias_of, gated)
     world = meshes.axis_size(axis_name)
+    if (narrow := _product.default_dtype(OP, x, ws)) is not None:
+        if preferred_element_type is None:
+            preferred_element_type = narrow
+        x, *rest = _product.without_gradients(OP, x, *ws)
+        ws = tuple(rest)
+        w = ws if isinstance(w, tuple | list) else ws[0]
     out = _product.out_dtype(OP, (x, *ws), preferred_element_type, precision)
     if _product.is_for_lax(OP, axis_name, x, *ws, *bias_of):
         return reference(
@@ -309,6 +317,8 @@ def reference(
     ws = several(w)
     bias_of = _epilogue.of_each(bias, len(ws))
     epilogue = _epilogue.check(f"reference.{OP}", len(ws), bias_of, activation, gated)
+    if preferred_element_type is None:
+        preferred_element_type = _product.default_dtype(OP, x, ws)
     gathered = _communication(x.ndim, gather_dimension).lax(x, axis_name)
 
     ys = [
@@ -626,7 +636,7 @@ def _finished(
 def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
     x, *operands = arrays
     ws, _ = _weights(operands, params)
-    return _product.why_no_kernel([(x, w) for w in ws], params, platform)
+    return _product.why_no_kernel([(x, w) for w in ws], params, platform, OP)
 
 
 def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
@@ -644,6 +654,7 @@ def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
         out_dtype=params.out_dtype,
         transpose_rhs=params.transpose_rhs,
         gated=params.epilogue is not None and params.epilogue.gated,
+        w_dtype=None if ws[0].dtype == x.dtype else ws[0].dtype,
     )
 
 
@@ -849,7 +860,7 @@ SPEC = OpSpec(
     communication=_communication,
     product="after",
     dimension="gather_dimension",
-    dtypes=_product.DTYPES,
+    dtypes=_product.dtypes(OP),
     call=call,
     gradient=("matmul_reduce_scatter",),
     tuned=True,
