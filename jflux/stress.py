@@ -149,23 +149,6 @@ def stress(
             drawn.append(programs.draw(rng, orders, platform, number=which, most_calls=most_calls))
         return drawn
 
-    def run(drawn: list[programs.Program]) -> list[list[Any]]:
-        results: list[list[Any]] = [[] for _ in drawn]
-        delays = testing.planted_faults(skip_waits=plant_fault, max_delay_us=max_delay_us)
-        with delays:
-            for which in range(len(programs.INPUTS)):
-                for program, own in zip(drawn, results, strict=True):
-                    if which < program.runs:
-                        own.append(program.run(which))
-                        if one_by_one:
-                            jax.block_until_ready(own)
-                if which == 1:  # the last run begins with poisoned workspaces
-                    jax.block_until_ready(results)
-                    testing.poison_workspaces()
-            jax.block_until_ready(results)
-        testing.poison_workspaces()
-        return results
-
     def attempt(number: int) -> tuple[list[programs.Program], list[dict[str, str]], Any]:
         """The batch's programs, the digests of their results, and what went wrong."""
         drawn: list[programs.Program] = []
@@ -175,7 +158,11 @@ def stress(
             drawn = make(number)
             found.running = [line for p in drawn for line in _describe(p)]
             found.write(path)
-            for checked, results in zip(drawn, run(drawn), strict=True):  # noqa: B007
+            delays = testing.planted_faults(skip_waits=plant_fault, max_delay_us=max_delay_us)
+            with delays:
+                every = _run(drawn, one_by_one)
+            testing.poison_workspaces()
+            for checked, results in zip(drawn, every, strict=True):  # noqa: B007
                 digests.append(programs.check(checked, results))
             return drawn, digests, None
         except programs.Wrong as error:
@@ -223,6 +210,24 @@ def stress(
     found.running = []
     found.write(path)
     return found
+
+
+def _run(drawn: list[Any], one_by_one: bool) -> list[list[Any]]:
+    """The results of a batch's programs, each on its inputs."""
+    from ._stress.programs import INPUTS
+
+    results: list[list[Any]] = [[] for _ in drawn]
+    for which in range(len(INPUTS)):
+        for program, own in zip(drawn, results, strict=True):
+            if which < program.runs:
+                own.append(program.run(which))
+                if one_by_one:
+                    jax.block_until_ready(own)
+        if which == 1:  # the last run begins with poisoned workspaces
+            jax.block_until_ready(results)
+            testing.poison_workspaces()
+    jax.block_until_ready(results)
+    return results
 
 
 def _describe(program: Any) -> list[str]:

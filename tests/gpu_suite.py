@@ -139,7 +139,7 @@ def run(name: str, commands: Commands, logs: pathlib.Path, share: float, until: 
 def command_of(names: list[str], at_once: int, done: pathlib.Path | None) -> list[str]:
     """The command that runs test files."""
     command = [sys.executable, "-m", "pytest", "-q", "--full", "--no-header",
-               "--tb=no", "-rN", "-p", "pieces", "-p", "no:cacheprovider",
+               "--tb=no", "-rN", "-p", "resume", "-p", "no:cacheprovider",
                "-o", "faulthandler_timeout=60"]  # fmt: skip
     if done is not None:
         command += ["--done", str(done.resolve())]

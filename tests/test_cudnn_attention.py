@@ -16,6 +16,8 @@ from test_attention import LAYOUTS, Case, check, weights_of
 
 import jflux
 import jflux.nn
+from jflux import _config
+from jflux._call import explain
 from jflux._ops.attention import _chunk_calls, _cudnn, _cudnn_by_chunks, _one_device, _passes
 from jflux._ops.attention._blockwise import Scores
 from jflux._ops.attention.sequence_layouts import causal_positions
@@ -357,9 +359,14 @@ def test_attention_of_one_device_is_cudnns_where_it_takes_the_call(
     _one_device.attend(q, q, q, **options)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(_cudnn, "_is_recent_gpu", lambda: True)
-    _one_device.attend(q, q, q, **options)
-    monkeypatch.setattr(_cudnn, "_is_recent_gpu", lambda: False)
-    _one_device.attend(q, q, q, **options)
+    with _config.override(recorder=(told := explain._Recorder())):
+        _one_device.attend(q, q, q, **options)
+        monkeypatch.setattr(_cudnn, "_is_recent_gpu", lambda: False)
+        _one_device.attend(q, q, q, **options)
+    scores = "JAX's attention, which keeps all scores: "
+    reasons = [call.plan.reason for call in told.calls]
+    assert reasons[0].startswith("one call of cuDNN" if takes else scores)
+    assert reasons[-1].startswith(scores)
     assert taken == [None, "cudnn" if takes else None, None]
 
 

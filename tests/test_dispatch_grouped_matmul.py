@@ -23,6 +23,7 @@ from jflux._ops.experts import (
     dispatch_grouped_matmul,
     grouped_matmul_reduce_scatter,
 )
+from jflux._ranks import meshes
 from jflux._stress.calls import per_device, x64_if
 
 pytestmark = pytest.mark.wide
@@ -275,7 +276,7 @@ def test_types_under_check_vma(exchange):
 # ---- What is chosen ------------------------------------------------------------------------------
 
 
-def test_which_exchange():
+def test_which_exchange(monkeypatch):
     for (experts, world, k, columns, *few), share, exchange in (
         ((8, 2, 2, 28672), 0.79, "dispatch"),  # Mixtral
         ((8, 4, 2, 28672), 0.46, "dispatch"),
@@ -296,17 +297,15 @@ def test_which_exchange():
         assert round(dispatch_grouped_matmul.share_of_ranks(experts, world, k), 2) == share
         with _config.override(always=False):
             (rows,) = few or [128]
-            found, why = dispatch_grouped_matmul.choose_exchange(
-                experts, world, k, columns, rows, "gpu"
-            )
-            assert found == exchange, why
+            call = experts, world, k, columns, rows
+            monkeypatch.setattr(meshes, "platform", lambda: "gpu")
+            pays, why = dispatch_grouped_matmul.pays_to_gather(*call)
+            assert pays == (exchange == "gather"), why
             assert f"{k} of {experts}, lie on {share:.2f} of {world} ranks" in why
             # CPUs have one kernel for any number of rows.
             if columns <= 2048:
-                on_cpus, _ = dispatch_grouped_matmul.choose_exchange(
-                    experts, world, k, columns, rows, "cpu"
-                )
-                assert on_cpus == ("gather" if share >= 0.45 else "dispatch")
+                monkeypatch.setattr(meshes, "platform", lambda: "cpu")
+                assert dispatch_grouped_matmul.pays_to_gather(*call)[0] == (share >= 0.45)
 
 
 def test_how_many_rows_a_rank_has_on_average():

@@ -15,7 +15,7 @@ from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux._ops.attention._flash_decode_primitive import _parts
+from jflux._ops.attention._flash_decode_primitive import _splits
 
 pytestmark = pytest.mark.wide
 COUNTS = [n for n in (1, 2, 3, 4) if n <= RANKS]
@@ -148,9 +148,9 @@ def test_without_an_axis_the_cache_is_whole():
     np.testing.assert_array_equal(alone, got[0])
 
 
-def test_a_long_cache_is_summed_in_parts():
-    assert _parts(1, 2048) == 4 and _parts(8, 2048) == 4 and _parts(64, 4096) == 1
-    assert _parts(1, 2047) == 1 and _parts(1, 1 << 17) == 64
+def test_a_long_cache_is_summed_in_splits():
+    assert _splits(1, 2048) == 4 and _splits(8, 2048) == 4 and _splits(64, 4096) == 1
+    assert _splits(1, 2047) == 1 and _splits(1, 1 << 17) == 64
     operands = draw((2, 4, 8), (2, 2048, 2, 8), (2, 2048, 2, 8))
     lengths = np.array([1500, 2048], np.int32)
     got = jax.jit(functools.partial(jflux.flash_decode, return_lse=True))(*operands, lengths)

@@ -60,7 +60,7 @@ def test_programs_for_gpus_use_names_that_exist(path):
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_a_suite_in_pieces(at_once, tmp_path, monkeypatch):
+def test_a_suite_resumes(at_once, tmp_path, monkeypatch):
     """What has passed is not run again, and what fails is told and stays."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(HERE))

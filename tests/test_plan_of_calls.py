@@ -240,7 +240,7 @@ def test_operands_of_any_size_get_into_the_form_that_gpus_take(call, sizes, lowe
     assert "sm_count = 114 : i64" in text
     if sizes["k"] == 9:
         assert _product.PADDED in last.reason or _product.RANK_MAJOR in last.reason
-        assert last.key.k % _product_plan.PADDED_TO == 0
+        assert last.key.k * last.key.dtype.itemsize % _product_plan.PADDED_TO == 0
     assert last.config["tile_n"] > 0 and last.key.k % 8 == 0
 
 

@@ -337,7 +337,7 @@ def test_gpus_take_the_reference_until_a_kernel_has_run_there(monkeypatch):
 def test_rows_that_a_third_of_the_heap_does_not_hold_are_cut():
     machine = Machine("cpu", heap_bytes=1 << 26)
     plan = _planned(16384, 1024, machine)
-    assert plan.path == Path.DECOMPOSED and plan.config == {"parts": 4} and "4 calls" in plan.reason
+    assert plan.path == Path.DECOMPOSED and plan.config == {"calls": 4} and "4 calls" in plan.reason
     plan = _planned(1 << 24, 1, machine)
     assert plan.path == Path.REFERENCE and plan.unsupported and "narrow" in plan.reason
     assert all(
@@ -345,7 +345,7 @@ def test_rows_that_a_third_of_the_heap_does_not_hold_are_cut():
     )
 
 
-def test_a_call_in_parts(own_heap):
+def test_a_call_as_several(own_heap):
     mesh, rng = make_mesh((2,)), np.random.default_rng(3)
     operand, output = (_drawn(i, (2, 300, 3, 333), np.float32) for i in range(2))
     sizes = draw_sizes(rng, 2, 1, 300, 300)
@@ -353,7 +353,7 @@ def test_a_call_in_parts(own_heap):
     f = per_device(mesh, functools.partial(jflux.ragged_all_to_all, axis_name="tp"))
     with jflux.config(always=False):
         first, *calls = explain.explain(f, operand, output, *sizes)
-        assert first.plan.path == Path.DECOMPOSED and first.plan.config["parts"] == 4
+        assert first.plan.path == Path.DECOMPOSED and first.plan.config["calls"] == 4
         # In chunks: LL packets would have to be cut again.
         assert all((c.plan.path, c.plan.config["chunked"]) == (Path.FUSED, 1) for c in calls)
         y = run(jax.jit(f), operand, output, *sizes)

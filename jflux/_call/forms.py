@@ -4,9 +4,9 @@ An op is a reference and a list of forms in order. The first form that takes a c
 plan that the form makes. The reason of that plan is the form's own, or else the reason of the last
 form before it that does not take the call. The reference takes what no form takes.
 
-Forms are asked when a call is lowered. The forms of two functions are asked when they are traced
-(`TRACED`), by shapes, types and switches alone: those of `moe_dispatch`, since each has a handle of
-its own, and those of `attention`, since JAX differentiates cuDNN's.
+Forms are asked when a call is lowered. Some are asked when it is traced (`TRACED`), and go by
+shapes, types and switches alone: those of `moe_dispatch` and `dispatch_grouped_matmul`, since each
+has a handle of its own, and those of attention, since JAX differentiates cuDNN's.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ class Kernel:
     aliases: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
+T = TypeVar("T")
 R = TypeVar("R", covariant=True)
 
 
@@ -216,9 +217,14 @@ def kernel(takes: Takes, attributes: AttributesRule, **options: Any) -> Form[Ker
     return Form(inside_nodes(takes), Kernel(attributes, **options))
 
 
-def decomposed(run: Run, words: str = "") -> Form[Kernel | Run]:
+def takes_all(call: Call, machine: Machine) -> Plan:
+    """Of a form that takes all that forms before it do not."""
+    return plans.decomposed("")
+
+
+def decomposed(run: T, words: str = "") -> Form[T]:
     """The form that takes all that forms before it do not: `run`, by other ops."""
-    return Form(lambda call, machine: plans.decomposed(""), run, words)
+    return Form(takes_all, run, words)
 
 
 def native_plan(

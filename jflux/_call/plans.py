@@ -183,15 +183,17 @@ class Machine:
         """:func:`jflux._native.plan` for this machine."""
         return _native.plan(op, call, self.sm_count, self.link_gbps, self.arch)
 
-    def why_no_room(self, what: str, taken: int, part: str) -> str:
-        """Why a kernel is not taken whose workspace has more than such calls' part of the heap.
+    def why_no_room(self, what: str, taken: int, share: str) -> str:
+        """Why a kernel is not taken whose workspace has more than such calls' share of the heap.
 
         Args:
           what: needs the workspace, with a verb.
           taken: its bytes.
-          part: of the heap, in words.
+          share: of the heap, in words.
         """
-        return f"{what} {taken} bytes of a heap of {self.heap_bytes}, more than {part}; {MORE_HEAP}"
+        return (
+            f"{what} {taken} bytes of a heap of {self.heap_bytes}, more than {share}; {MORE_HEAP}"
+        )
 
     def why_no_kernel(self, op: str) -> str | None:
         """Why it has no kernel of an op, or None."""

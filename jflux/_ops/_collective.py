@@ -76,13 +76,6 @@ class Collective:
             return _scaled.exchange(x, world, self.split, self.concat, send)
         if self.is_of_nothing(x):
             return self.of_nothing(x, world)
-        if x.dtype in _scaled.TYPES and not self.sums():
-            # As bytes: not every collective has types of 8-bit floats.
-            sent = self._lax(lax.bitcast_convert_type(x, jnp.int8), names, groups)
-            return lax.bitcast_convert_type(sent, x.dtype)
-        return self._lax(x, names, groups)
-
-    def _lax(self, x: Any, names: Any, groups: Any) -> Any:
         over: dict[str, Any] = {"axis_name": names, "axis_index_groups": groups}
         if self.kind == "all_gather":
             return _lax.all_gather(x, axis=self.concat or 0, tiled=True, **over)

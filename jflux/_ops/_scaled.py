@@ -337,7 +337,9 @@ def exchange(
         elif count != size and size % BLOCK != 0:
             _check_whole(concat == last, size)
             scale = over_elements(scale, concat, operand.shape[concat])
-    return Scaled(send(operand.values), send(scale))
+    # As bytes: not every collective has types of 8-bit floats.
+    sent = send(lax.bitcast_convert_type(operand.values, jnp.int8))
+    return Scaled(lax.bitcast_convert_type(sent, operand.dtype), send(scale))
 
 
 def _check_whole(is_k: bool, size: int) -> None:

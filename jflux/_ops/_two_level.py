@@ -57,8 +57,8 @@ class Transfers:
         self._last: jax.Array | None = None  # of them all
 
     def _between(self) -> tuple[tuple[Any, ...], _node_exchange.Groups]:
-        part = self.levels.between
-        return part.axis_names, part.groups
+        between = self.levels.between
+        return between.axis_names, between.groups
 
     def shift(self, x: jax.Array, steps: int, after: jax.Array | None = None) -> jax.Array:
         """x of the counterpart on the `steps`-th node after this one (modulo their number), sent
@@ -113,25 +113,25 @@ class Transfers:
         node, _ = place_of(self.levels)
         padded = [jnp.pad(a, (0, -size % count)) for a in (x, *added)]
         shard = padded[0].size // count
-        parts = self.exchange(padded[0].reshape(count, shard), 0, 0)
+        terms = self.exchange(padded[0].reshape(count, shard), 0, 0)
         own = [lax.dynamic_slice_in_dim(a, node * shard, shard) for a in padded[1:]]
-        total = sum_in_order(parts, 0, own).astype(x.dtype)
+        total = sum_in_order(terms, 0, own).astype(x.dtype)
         return self.gather(total, 0).reshape(-1)[:size]
 
 
-def sum_in_order(parts: jax.Array, dimension: int, added: Sequence[jax.Array] = ()) -> jax.Array:
+def sum_in_order(terms: jax.Array, dimension: int, added: Sequence[jax.Array] = ()) -> jax.Array:
     """The sum of an array's slices and of `added`, one after the other in float32 at least, not
     rounded."""
-    wide = _epilogue.sum_dtype(parts.dtype)
+    wide = _epilogue.sum_dtype(terms.dtype)
     slices = [
-        lax.index_in_dim(parts, i, dimension, keepdims=False) for i in range(parts.shape[dimension])
+        lax.index_in_dim(terms, i, dimension, keepdims=False) for i in range(terms.shape[dimension])
     ]
     return sum_of([*slices, *added], wide)
 
 
-def sum_of(parts: Sequence[jax.Array], wide: Any) -> jax.Array:
+def sum_of(terms: Sequence[jax.Array], wide: Any) -> jax.Array:
     """The sum of arrays, one after the other, in this type."""
-    first, *rest = (part.astype(wide) for part in parts)
+    first, *rest = (term.astype(wide) for term in terms)
     return functools.reduce(jnp.add, rest, first)
 
 
@@ -190,8 +190,8 @@ def chunk_of(array: Any, dimension: int, blocks: int, index: int, chunks: int) -
         return array
     wide = divide(array, dimension, blocks)
     size = wide.shape[dimension + 1] // chunks
-    part = lax.slice_in_dim(wide, index * size, (index + 1) * size, axis=dimension + 1)
-    return merge(part, dimension)
+    chunk = lax.slice_in_dim(wide, index * size, (index + 1) * size, axis=dimension + 1)
+    return merge(chunk, dimension)
 
 
 class _Concatenated:
@@ -202,20 +202,20 @@ class _Concatenated:
         self.levels = levels
         self._whole: Any = None  # [.., nodes, ranks, block, ..]
 
-    def add(self, part: Any, steps: int, node: Any, chunk: int) -> None:
+    def add(self, block: Any, steps: int, node: Any, chunk: int) -> None:
         at = self.dimension
-        part = jnp.expand_dims(divide(part, at, self.levels.local), at)
-        shape, start = list(part.shape), [0] * part.ndim  # [.., 1, ranks, block, ..]
+        block = jnp.expand_dims(divide(block, at, self.levels.local), at)
+        shape, start = list(block.shape), [0] * block.ndim  # [.., 1, ranks, block, ..]
         shape[at], start[at] = self.levels.count, node
         if self.chunked is not None:
             along = self.chunked + (2 if self.chunked >= at else 0)
             start[along] = chunk * shape[along]
             shape[along] *= self.chunks
         if self._whole is None:
-            self._whole = _product.zeros(tuple(shape), part.dtype, part)
+            self._whole = _product.zeros(tuple(shape), block.dtype, block)
         # All indices need one type. In 64-bit mode a Python int would become an int64.
         indices = [jnp.asarray(i, jnp.int32) for i in start]
-        self._whole = lax.dynamic_update_slice(self._whole, part, indices)
+        self._whole = lax.dynamic_update_slice(self._whole, block, indices)
 
     def result(self) -> Any:
         whole = merge(merge(self._whole, self.dimension), self.dimension)
@@ -223,19 +223,19 @@ class _Concatenated:
 
 
 class _Summed:
-    """A result that is the sum of all nodes' parts: the own one first, then in the order in which
+    """A result that is the sum of all nodes' terms: the own one first, then in the order in which
     nodes follow. In float32 at least, not rounded."""
 
     def __init__(self, chunked: int | None, chunks: int, wide: Any) -> None:
         self.chunked, self.chunks, self.wide = chunked, chunks, wide
-        self._parts: list[dict[int, Any]] = [{} for _ in range(chunks)]
+        self._terms: list[dict[int, Any]] = [{} for _ in range(chunks)]
 
-    def add(self, part: Any, steps: int, node: Any, chunk: int) -> None:
-        self._parts[chunk][steps] = part
+    def add(self, term: Any, steps: int, node: Any, chunk: int) -> None:
+        self._terms[chunk][steps] = term
 
     def result(self) -> Any:
         sums = [
-            sum_of([parts[steps] for steps in sorted(parts)], self.wide) for parts in self._parts
+            sum_of([terms[steps] for steps in sorted(terms)], self.wide) for terms in self._terms
         ]
         return sums[0] if self.chunked is None else jnp.concatenate(sums, self.chunked)
 
@@ -287,26 +287,26 @@ def x_travels(
     if collective.split is not None:
         x = in_node_order(x, collective.split, levels)
     for steps in range(levels.count):
-        piece = x
+        sent_x = x
         if collective.split is not None:  # x goes `steps` nodes back
             to = (node - steps) % levels.count
-            piece = of_node(x, collective.split, to, levels)
-        # The split dimension of a piece has a block for each rank of the receiving node.
+            sent_x = of_node(x, collective.split, to, levels)
+        # The split dimension of `sent_x` has a block for each rank of the receiving node.
         blocks = levels.local if chunked == collective.split else 1
         for chunk in range(chunks):
-            shard = piece
+            shard = sent_x
             if chunked is not None:
-                shard = chunk_of(piece, chunked, blocks, chunk, chunks)
+                shard = chunk_of(sent_x, chunked, blocks, chunk, chunks)
             source = (node + steps) % levels.count
             if steps:
                 # One product for each transfer: XLA has one under way at a time, and puts all
                 # products beside the last one, unless the next waits for the product before.
                 sent = len(products) - chunks
                 shard = transfers.shift(shard, steps, products[sent - 1] if sent else None)
-            parts = call(shard, source)
-            products.append(parts[0])
-            for one, part in zip(made, parts, strict=True):
-                one.add(part, steps, source, chunk)
+            found = call(shard, source)
+            products.append(found[0])
+            for one, result in zip(made, found, strict=True):
+                one.add(result, steps, source, chunk)
     return [one.result() for one in made]
 
 
@@ -345,14 +345,14 @@ def product_travels(
         # In each step a node sends its product `steps` nodes back, and receives one from `steps`
         # nodes ahead.
         to = (node - steps) % levels.count
-        pieces = [of_node(a, axis, to, levels) for a in sent]
-        x_pieces, w_pieces = (pieces, ws) if by_rows else (xs, pieces)
+        of_to = [of_node(a, axis, to, levels) for a in sent]
+        sent_xs, sent_ws = (of_to, ws) if by_rows else (xs, of_to)
         for chunk in range(chunks):
-            rows = x_pieces
+            rows = sent_xs
             if chunked is not None:
                 blocks = levels.local if chunked == split else 1
-                rows = [chunk_of(x, chunked, blocks, chunk, chunks) for x in x_pieces]
-            y = call(rows, w_pieces)
+                rows = [chunk_of(x, chunked, blocks, chunk, chunks) for x in sent_xs]
+            y = call(rows, sent_ws)
             if steps:
                 y = transfers.shift(y, steps)
             made.add(y, steps, (node + steps) % levels.count, chunk)

@@ -36,7 +36,7 @@ SUPPLIED = (
 def include_dir() -> str:
     """The folder to compile kernels and handlers with: for ``#include "jflux/shmem.h"``."""
     here = Path(_native.lib.__file__).absolute().parent
-    for folder in (here / "include", Path(__file__).absolute().parents[1] / "cc"):  # a checkout
+    for folder in (here / "include", Path(__file__).absolute().parents[2] / "cc"):  # a checkout
         if (folder / "jflux" / "shmem.h").exists():
             return str(folder)
     raise FileNotFoundError(f"jflux's headers are not beside {here}: reinstall it")
@@ -128,8 +128,8 @@ class _Attribute:
 
     @classmethod
     def of(cls, name: str, value: Any) -> _Attribute:
-        plain = next(kind(value) for kind in _KINDS if isinstance(value, kind))
-        return cls(name, repr(plain), plain)
+        exact = next(kind(value) for kind in _KINDS if isinstance(value, kind))
+        return cls(name, repr(exact), exact)
 
 
 @dataclasses.dataclass(frozen=True)

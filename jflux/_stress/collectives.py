@@ -147,7 +147,7 @@ def there_and_back(rng: random.Random, place: Place, most: int = 20_000) -> Case
     return place.case("all_to_all", f"exchanges there and back {size}", body, make)
 
 
-def pieces(rng: random.Random, place: Place) -> Case:
+def one_exchange(rng: random.Random, place: Place) -> Case:
     """One exchange, along any dimensions that shards are parts of, or make."""
     world = place.world
     dtype = rng.choice(FLOATS)

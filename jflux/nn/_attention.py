@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -24,8 +25,6 @@ from . import _cache, _padding
 from ._dense import column_parallel, row_parallel
 
 _OP = "jflux.nn.attention"
-#: Names of a cache's arrays, as operands.
-CACHE = ("cache_keys", "cache_values", "cache_lengths")
 
 
 class Options(TypedDict, total=False):
@@ -175,205 +174,217 @@ def attention(
       and under ``checkify.user_checks``; elsewhere its y is NaN (:func:`jflux.attend_to_cache`,
       :func:`jflux.fill_cache`).
     """
-    if x.ndim not in (2, 3):
-        raise ValueError(f"jflux.nn.attention: x must be [b, s, d] or [s, d], got {x.shape}")
-    for name, w in {"query": query, "key": key, "value": value, "out": out}.items():
-        if w.ndim != 3:
-            shape = "[heads, c, d]" if name == "out" else "[d, heads, c]"
-            raise ValueError(
-                f"jflux.nn.attention: {name} must be {shape}, got {w.shape}; reshape a matrix to it"
-            )
-    meshes.axes_of(context_axis, axis_name)  # which are different ones
-    check_layout(_OP, context_layout)
     if len(bias) != 4:
-        raise ValueError(f"jflux.nn.attention: bias must be four arrays or None, got {len(bias)}")
-    options: Any = {
-        "axis_name": axis_name, "sequence_parallel": sequence_parallel, "precision": precision,
-        "preferred_element_type": preferred_element_type,
-    }  # fmt: skip
-    if context_axis is None and segment_ids is not None:
-        raise ValueError("jflux.nn.attention: segment_ids go with context_axis; pass a mask")
-    if context_axis is not None and mask is not None:
-        raise ValueError(
-            "jflux.nn.attention: with context_axis no rank has a whole mask; use is_causal, "
-            "segment_ids, or a core of jflux.attention with a window"
-        )
-    _check_cache(x, cache, new_lengths, prefill, mask, segment_ids, core, cache_core)
-    decodes = cache is not None and not prefill
-    body = functools.partial(
-        _attention, is_causal=is_causal or cache is not None, rotate=rotate, core=core,
-        prefill=prefill, cache_core=cache_core, context_axis=context_axis,
-        context_layout=context_layout, **options,
+        raise ValueError(f"{_OP}: bias must be four arrays or None, got {len(bias)}")
+    operands = _Operands(
+        x, query, key, value, out, residual, mask, segment_ids, new_lengths,
+        *(cache or (None, None, None)), *bias,
     )  # fmt: skip
-    operands: dict[str, Any] = {
-        "x": x, "query": query, "key": key, "value": value, "out": out, "query_bias": bias[0],
-        "key_bias": bias[1], "value_bias": bias[2], "out_bias": bias[3], "residual": residual,
-        "mask": mask, "segment_ids": segment_ids, "new_lengths": new_lengths,
-        **dict(zip(CACHE, cache or (None,) * 3, strict=True)),
-    }  # fmt: skip
-    if meshes.is_bound(axis_name):
-        world = meshes.axis_size(axis_name)
-        whole = world > 1 and num_kv_heads is not None and key.shape[1] == num_kv_heads
-        return body(**operands, kv_is_whole=whole)
-    mesh = global_arrays._mesh_for(mesh, x, query)
+    options = _Options(
+        axis_name, is_causal, rotate, core, context_axis, context_layout, prefill, cache_core,
+        sequence_parallel, preferred_element_type, precision,
+    )  # fmt: skip
+    options.check(operands)
+    if not meshes.is_bound(axis_name):
+        return _over_global_arrays(options, operands, mesh, x_spec)
+    kv_is_whole = meshes.axis_size(axis_name) > 1 and key.shape[1] == num_kv_heads
+    return _attention(options, kv_is_whole, **vars(operands))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operands:
+    """The arrays of a call, global ones or one rank's; or how each is sharded."""
+
+    x: Any
+    query: Any
+    key: Any
+    value: Any
+    out: Any
+    residual: Any
+    mask: Any
+    segment_ids: Any
+    new_lengths: Any
+    cache_keys: Any
+    cache_values: Any
+    cache_lengths: Any
+    query_bias: Any
+    key_bias: Any
+    value_bias: Any
+    out_bias: Any
+
+    @property
+    def cache(self) -> KVCache | None:
+        if self.cache_keys is None:
+            return None
+        return KVCache(self.cache_keys, self.cache_values, self.cache_lengths)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """The options of a call, as :func:`attention` takes them."""
+
+    axis_name: AxisName
+    is_causal: bool
+    rotate: Callable[..., jax.Array] | None
+    core: Callable[..., jax.Array] | None
+    context_axis: AxisName | None
+    context_layout: Layout
+    prefill: bool
+    cache_core: Callable[..., tuple[jax.Array, KVCache]] | None
+    sequence_parallel: bool
+    preferred_element_type: DTypeLike | None
+    precision: lax.PrecisionLike
+
+    def check(self, a: _Operands) -> None:
+        """Raises for options that do not fit each other, or operands that do not fit them."""
+        if a.x.ndim not in (2, 3):
+            raise ValueError(f"{_OP}: x must be [b, s, d] or [s, d], got {a.x.shape}")
+        for name in ("query", "key", "value", "out"):
+            if (w := getattr(a, name)).ndim != 3:
+                shape = "[heads, c, d]" if name == "out" else "[d, heads, c]"
+                raise ValueError(
+                    f"{_OP}: {name} must be {shape}, got {w.shape}; reshape a matrix to it"
+                )
+        meshes.axes_of(self.context_axis, self.axis_name)  # which are different ones
+        check_layout(_OP, self.context_layout)
+        if self.context_axis is None and a.segment_ids is not None:
+            raise ValueError(f"{_OP}: segment_ids go with context_axis; pass a mask")
+        if self.context_axis is not None and a.mask is not None:
+            raise ValueError(
+                f"{_OP}: with context_axis no rank has a whole mask; use is_causal, segment_ids, "
+                "or a core of jflux.attention with a window"
+            )
+        if a.cache is None:
+            if a.new_lengths is not None or self.prefill:
+                raise ValueError(f"{_OP}: new_lengths and prefill go with a cache")
+            return
+        if a.x.ndim != 3:
+            raise ValueError(f"{_OP}: with a cache x must be [b, s, d], got {a.x.shape}")
+        if a.mask is not None or a.segment_ids is not None:
+            raise ValueError(
+                f"{_OP}: a cache takes no mask and no segment_ids; say with new_lengths what is "
+                "padding"
+            )
+        if self.core is not None and self.cache_core is None and not self.prefill:
+            raise ValueError(
+                f"{_OP}: core is not told about the cache; pass cache_core= too, such as "
+                "functools.partial(jflux.attend_to_cache, axis_name=context_axis, window=...)"
+            )
+
+    @property
+    def of_products(self) -> dict[str, Any]:
+        """Those that the products of a layer take."""
+        names = ("axis_name", "sequence_parallel", "precision", "preferred_element_type")
+        return {name: getattr(self, name) for name in names}
+
+    def decodes(self, a: _Operands) -> bool:
+        return a.cache is not None and not self.prefill
+
+    def rotated(self, a: _Operands, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Queries and keys, turned by their positions."""
+        if self.rotate is None:
+            return q, k
+        length, positions = q.shape[-3], None
+        if self.decodes(a):
+            positions = new_positions(a.cache_lengths, length, a.new_lengths)
+        elif self.context_axis is not None:
+            rank, ranks = meshes.rank_and_size(self.context_axis)
+            positions = own_positions(rank, length, ranks, self.context_layout)
+        at = () if positions is None else (positions,)
+        return self.rotate(q, *at), self.rotate(k, *at)
+
+    def attend(
+        self, a: _Operands, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, KVCache | None]:
+        """(o, the cache with k and v)."""
+        axis, core, cache = self.context_axis, self.core, a.cache
+        if cache is not None and not self.prefill:
+            attend = self.cache_core or functools.partial(attend_to_cache, axis_name=axis)
+            return attend(cache, q, k, v, a.new_lengths)
+        if core is None and (axis is not None or cache is not None):
+            core = functools.partial(
+                _over_ranks, axis_name=axis, layout=self.context_layout, segment_ids=a.segment_ids
+            )
+        if cache is not None:
+            cache = fill_cache(
+                cache, k, v, a.new_lengths, axis_name=axis, layout=self.context_layout
+            )
+        if 0 in q.shape:  # JAX's own divides by the number of heads
+            return q, cache
+        is_causal = self.is_causal or cache is not None
+        return (core or _one_device.attend)(q, k, v, mask=a.mask, is_causal=is_causal), cache
+
+
+def _over_global_arrays(options: _Options, a: _Operands, mesh: Any, x_spec: Any) -> Any:
+    axis_name, x = options.axis_name, a.x
+    mesh = global_arrays._mesh_for(mesh, x, a.query)
     padding = _padding.Padding()
-    if context_axis is None or decodes:
+    if options.context_axis is None or options.decodes(a):
         padding = _padding.for_ranks(
-            x, -2, axis_name=axis_name, sequence_parallel=sequence_parallel, mesh=mesh,
+            x, -2, axis_name=axis_name, sequence_parallel=options.sequence_parallel, mesh=mesh,
             x_spec=x_spec,
         )  # fmt: skip
-    operands |= {"x": padding.pad(x), "residual": padding.pad(residual)}
-    names = meshes.as_tuple(axis_name)
-    context = meshes.axes_of(context_axis)
-    world = 1
-    for name in names:
-        world *= mesh.shape.get(name, 1)
-    whole = key.shape[1] % world != 0
+    a = dataclasses.replace(a, x=padding.pad(x), residual=padding.pad(a.residual))
+    names, context = meshes.as_tuple(axis_name), meshes.axes_of(options.context_axis)
     batch = _cache.without(global_arrays._spec(x, x_spec), (*context, *names))[: x.ndim - 2]
     batch = (*batch, *([None] * (x.ndim - 2 - len(batch))))
-    of_positions = () if decodes else context
-    split = (*of_positions, *names) if sequence_parallel else of_positions
+    of_positions = () if options.decodes(a) else context
+    split = (*of_positions, *names) if options.sequence_parallel else of_positions
     sequence = PartitionSpec(*batch, split or None, None)
     of_cache = _cache.cache_specs(
-        axis_name, context_axis=context_axis, x_spec=PartitionSpec(*batch)
+        axis_name, context_axis=options.context_axis, x_spec=PartitionSpec(*batch)
     )
-    kv, kv_bias = PartitionSpec(None, names, None), PartitionSpec(names, None)
-    if whole:
-        kv, kv_bias = PartitionSpec(), PartitionSpec()
-    mask_batch = batch if mask is None or mask.shape[0] > 1 else [None] * len(batch)
-    y = global_arrays.with_specs(
-        functools.partial(body, kv_is_whole=whole, added=padding.added), "nn.attention", operands,
-        {
-            "x": sequence, "query": PartitionSpec(None, names, None), "key": kv, "value": kv,
-            "out": PartitionSpec(names, None, None), "query_bias": PartitionSpec(names, None),
-            "key_bias": kv_bias, "value_bias": kv_bias, "out_bias": PartitionSpec(),
-            "residual": sequence, "mask": PartitionSpec(*mask_batch),
-            "segment_ids": PartitionSpec(*batch, context or None),
-            "new_lengths": of_cache.lengths, **dict(zip(CACHE, of_cache, strict=True)),
-        },
-        axis_name=(*context, *names), mesh=mesh,
-        out_specs=sequence if cache is None else (sequence, of_cache),
+    kv_is_whole = a.key.shape[1] % math.prod(mesh.shape.get(name, 1) for name in names) != 0
+    kv_names = None if kv_is_whole else names
+    kv, kv_bias = PartitionSpec(None, kv_names, None), PartitionSpec(kv_names, None)
+    mask_batch = batch if a.mask is None or a.mask.shape[0] > 1 else [None] * len(batch)
+    specs = _Operands(
+        sequence, PartitionSpec(None, names, None), kv, kv, PartitionSpec(names, None, None),
+        sequence, PartitionSpec(*mask_batch), PartitionSpec(*batch, context or None),
+        of_cache.lengths, of_cache.keys, of_cache.values, of_cache.lengths,
+        PartitionSpec(names, None), kv_bias, kv_bias, PartitionSpec(),
     )  # fmt: skip
-    return padding.cut(y) if cache is None else (padding.cut(y[0]), y[1])
+    y = global_arrays.with_specs(
+        functools.partial(_attention, options, kv_is_whole, added=padding.added), "nn.attention",
+        vars(a), vars(specs), axis_name=(*context, *names), mesh=mesh,
+        out_specs=sequence if a.cache is None else (sequence, of_cache),
+    )  # fmt: skip
+    return padding.cut(y) if a.cache is None else (padding.cut(y[0]), y[1])
 
 
-def _check_cache(
-    x: Any,
-    cache: Any,
-    new_lengths: Any,
-    prefill: bool,
-    mask: Any,
-    segment_ids: Any,
-    core: Any,
-    cache_core: Any,
-) -> None:
-    op = _OP
-    if cache is None:
-        if new_lengths is not None or prefill:
-            raise ValueError(f"{op}: new_lengths and prefill go with a cache")
-        return
-    if x.ndim != 3:
-        raise ValueError(f"{op}: with a cache x must be [b, s, d], got {x.shape}")
-    if mask is not None or segment_ids is not None:
-        raise ValueError(
-            f"{op}: a cache takes no mask and no segment_ids; say with new_lengths what is padding"
-        )
-    if core is not None and cache_core is None and not prefill:
-        raise ValueError(
-            f"{op}: core is not told about the cache; pass cache_core= too, such as "
-            "functools.partial(jflux.attend_to_cache, axis_name=context_axis, window=...)"
-        )
+def _attention(options: _Options, kv_is_whole: bool, *, added: int = 0, **operands: Any) -> Any:
+    """The attention of one rank's arrays.
 
-
-def _attention(
-    x: jax.Array,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    out: jax.Array,
-    query_bias: Any,
-    key_bias: Any,
-    value_bias: Any,
-    out_bias: Any,
-    residual: Any,
-    mask: Any,
-    segment_ids: Any,
-    new_lengths: Any,
-    cache_keys: Any,
-    cache_values: Any,
-    cache_lengths: Any,
-    *,
-    is_causal: bool,
-    rotate: Callable[..., jax.Array] | None,
-    core: Callable[..., jax.Array] | None,
-    prefill: bool,
-    cache_core: Callable[..., tuple[jax.Array, KVCache]] | None,
-    context_axis: AxisName | None,
-    context_layout: Layout,
-    kv_is_whole: bool,
-    added: int = 0,
-    **options: Any,
-) -> Any:
-    """`added`: of the positions of all ranks, how many at the end are padding."""
-    heads, head_dim = query.shape[1:]
-    biases = (query_bias, key_bias, value_bias)
-    weights = (query, key, value)
+    Args:
+      kv_is_whole: each rank has all heads of keys and values.
+      added: of the positions of all ranks, how many at the end are padding.
+    """
+    a = _Operands(**operands)
+    heads, head_dim = a.query.shape[1:]
+    weights, biases = (a.query, a.key, a.value), (a.query_bias, a.key_bias, a.value_bias)
     flat = [w.reshape(w.shape[0], math.prod(w.shape[1:])) for w in weights]
     products = column_parallel(
-        x, flat, bias=[b if b is None else b.reshape(-1) for b in biases], **options
+        a.x, flat, bias=[b if b is None else b.reshape(-1) for b in biases], **options.of_products
     )
     length = products[0].shape[-2] - added
     q, k, v = (
         y[..., :length, :].reshape(*y.shape[:-2], length, w.shape[1], head_dim)
         for y, w in zip(products, weights, strict=True)
     )
-    cache = None if cache_keys is None else KVCache(cache_keys, cache_values, cache_lengths)
-    decodes = cache is not None and not prefill
-    if context_axis is not None and not decodes:  # a core of one's own does not look
-        check_length(_OP, context_layout, meshes.axis_size(context_axis), "q", q)
-    if rotate is not None and decodes:
-        positions = new_positions(cache_lengths, length, new_lengths)
-        rotate = functools.partial(_at, rotate, positions)
-    elif rotate is not None and context_axis is not None:
-        rotate = functools.partial(
-            _at_own_positions, rotate, axis_name=context_axis, layout=context_layout
-        )
-    if rotate is not None:
-        q, k = rotate(q), rotate(k)
+    axis = options.context_axis
+    if axis is not None and not options.decodes(a):  # a core of one's own does not look
+        check_length(_OP, options.context_layout, meshes.axis_size(axis), "q", q)
+    q, k = options.rotated(a, q, k)
     if kv_is_whole:
-        k, v = _own_heads(heads, options["axis_name"], k, v)
-    if core is None and (context_axis is not None or cache is not None):
-        core = functools.partial(
-            _over_ranks, axis_name=context_axis, layout=context_layout, segment_ids=segment_ids
-        )
-    core = core or _one_device.attend
-    if cache is not None and prefill:
-        cache = fill_cache(cache, k, v, new_lengths, axis_name=context_axis, layout=context_layout)
-    if cache is not None and decodes:
-        attend = cache_core or functools.partial(attend_to_cache, axis_name=context_axis)
-        o, cache = attend(cache, q, k, v, new_lengths)
-    else:
-        # JAX's own divides by the number of heads.
-        o = q if 0 in q.shape else core(q, k, v, mask=mask, is_causal=is_causal)
+        k, v = _own_heads(heads, options.axis_name, k, v)
+    o, cache = options.attend(a, q, k, v)
     o = _padding.Padding(o.ndim - 3, length, added).pad(o)
     y = row_parallel(
         o.reshape(*o.shape[:-2], math.prod(o.shape[-2:])),
-        out.reshape(math.prod(out.shape[:2]), out.shape[2]), bias=out_bias, residual=residual,
-        **options,
+        a.out.reshape(math.prod(a.out.shape[:2]), a.out.shape[2]), bias=a.out_bias,
+        residual=a.residual, **options.of_products,
     )  # fmt: skip
     return y if cache is None else (y, cache)
-
-
-def _at(rotate: Callable[..., jax.Array], positions: jax.Array, x: jax.Array) -> jax.Array:
-    return rotate(x, positions)
-
-
-def _at_own_positions(
-    rotate: Callable[..., jax.Array], x: jax.Array, *, axis_name: AxisName, layout: Layout
-) -> jax.Array:
-    names = meshes.as_tuple(axis_name)
-    length, ranks = x.shape[-3], meshes.axis_size(names)
-    return rotate(x, own_positions(lax.axis_index(names), length, ranks, layout))
 
 
 def _over_ranks(

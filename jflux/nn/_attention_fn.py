@@ -65,6 +65,7 @@ def attention_fn(
     """
     check_layout(_OP, layout)
 
+    # Linen's layers leave out what this signature does not name.
     def attend(
         query: jax.Array,
         key: jax.Array,
@@ -129,7 +130,7 @@ def attention_fn(
         }  # fmt: skip
         if force_fp32_for_softmax and module is not None:
             given["force_fp32_for_softmax"] = True
-        return _plain(_scaled(query, options), key, value, given)
+        return _by_flax(_scaled(query, options), key, value, given)
 
     return attend
 
@@ -229,7 +230,9 @@ def _scaled(query: jax.Array, options: dict[str, Any]) -> jax.Array:
     return query if scale is None else query * (scale * query.shape[-1] ** 0.5)
 
 
-def _plain(query: jax.Array, key: jax.Array, value: jax.Array, given: dict[str, Any]) -> jax.Array:
+def _by_flax(
+    query: jax.Array, key: jax.Array, value: jax.Array, given: dict[str, Any]
+) -> jax.Array:
     """Flax's own: linen's for what that alone has, which does not share heads of keys."""
     from ._flax import nn, nnx
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -126,56 +126,82 @@ def mixture(
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced.
     """
-    parts: dict[str, Any] = {"axis_name": axis_name, "expert_axis": expert_axis}
-    axes = meshes.axes_of(axis_name, expert_axis)
-    _check_exchange(exchange, expert_axis, capacity)
-    if x.ndim < 2 or router.ndim != 2 or router.shape[0] != x.shape[-1]:
-        raise ValueError(
-            f"jflux.nn.mixture: x {x.shape} must be [..., s, d] and router {router.shape} [d, E]"
-        )
+    options = _Options(
+        k, axis_name, expert_axis, sequence_parallel, exchange, capacity, activation, select
+    )
+    options.check(x, router)
     operands: dict[str, Any] = {
         "x": x, "router": router, "up": up, "down": down, "gate": gate,
         "router_bias": router_bias, "shared": None if shared is None else tuple(shared),
     }  # fmt: skip
-    body: Callable[..., MixtureOutput] = functools.partial(
-        _mixture, k=k, sequence_parallel=sequence_parallel, exchange=exchange, capacity=capacity,
-        activation=activation, select=select, **parts,
-    )  # fmt: skip
+    axes = meshes.axes_of(axis_name, expert_axis)
     if not axes or meshes.is_bound(axes):
-        return body(**operands, loss_axes=meshes.axes_of(loss_axis))
-    return _over_global_arrays(body, operands, axes, sequence_parallel, mesh, x_spec, **parts)
+        return _mixture(options, meshes.axes_of(loss_axis), **operands)
+    return _over_global_arrays(options, operands, axes, mesh, x_spec)
 
 
-def _check_exchange(exchange: str, expert_axis: AxisName | None, capacity: Any) -> None:
-    if exchange not in EXCHANGES:
-        raise ValueError(f"jflux.nn.mixture: {exchange=} must be one of {EXCHANGES}")
-    if exchange == "dispatch" and expert_axis is None:
-        raise ValueError(
-            "jflux.nn.mixture: exchange='dispatch' sends tokens along expert_axis, which is None; "
-            "name it, or take exchange='gather'"
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """The options of a call, as :func:`mixture` takes them."""
+
+    k: int
+    axis_name: AxisName | None
+    expert_axis: AxisName | None
+    sequence_parallel: bool
+    exchange: str
+    capacity: int | None
+    activation: str
+    select: Select
+
+    def check(self, x: jax.Array, router: jax.Array) -> None:
+        """Raises for options or operands that do not fit."""
+        exchange, capacity = self.exchange, self.capacity
+        if exchange not in EXCHANGES:
+            raise ValueError(f"jflux.nn.mixture: {exchange=} must be one of {EXCHANGES}")
+        if exchange == "dispatch" and self.expert_axis is None:
+            raise ValueError(
+                "jflux.nn.mixture: exchange='dispatch' sends tokens along expert_axis, which is "
+                "None; name it, or take exchange='gather'"
+            )
+        if capacity is not None:
+            if not isinstance(capacity, int | np.integer) or isinstance(capacity, bool):
+                raise TypeError(
+                    f"jflux.nn.mixture: capacity must be an int or None, got {capacity!r}"
+                )
+            if capacity < 1:
+                raise ValueError(f"jflux.nn.mixture: {capacity=} must be at least 1")
+        if x.ndim < 2 or router.ndim != 2 or router.shape[0] != x.shape[-1]:
+            raise ValueError(
+                f"jflux.nn.mixture: x {x.shape} must be [..., s, d] and router {router.shape} "
+                "[d, E]"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Experts:
+    """This rank's experts: weights [E/M, ...], and what they do between two products."""
+
+    up: jax.Array
+    down: jax.Array
+    gate: jax.Array | None
+    activation: str
+
+    def of_rows(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        """What they make of rows that lie expert after expert."""
+        pair = self.up if self.gate is None else (self.gate, self.up)
+        hidden = grouped_matmul(
+            rows, pair, sizes, activation=self.activation, gated=self.gate is not None
         )
-    if capacity is None:
-        return
-    if not isinstance(capacity, int | np.integer) or isinstance(capacity, bool):
-        raise TypeError(f"jflux.nn.mixture: capacity must be an int or None, got {capacity!r}")
-    if capacity < 1:
-        raise ValueError(f"jflux.nn.mixture: {capacity=} must be at least 1")
+        return grouped_matmul(hidden, self.down, sizes)
 
 
 def _over_global_arrays(
-    body: Callable[..., MixtureOutput],
-    operands: dict[str, Any],
-    axes: tuple[Any, ...],
-    sequence_parallel: bool,
-    mesh: Any,
-    x_spec: Any,
-    axis_name: AxisName | None,
-    expert_axis: AxisName | None,
+    options: _Options, operands: dict[str, Any], axes: tuple[Any, ...], mesh: Any, x_spec: Any
 ) -> MixtureOutput:
     x = operands["x"]
-    tp, ep = meshes.axes_of(axis_name), meshes.axes_of(expert_axis)
+    tp, ep = meshes.axes_of(options.axis_name), meshes.axes_of(options.expert_axis)
     spec: Any = global_arrays._with_axis(global_arrays._spec(x, x_spec), x.ndim, None, axes)
-    if tp and sequence_parallel:
+    if tp and options.sequence_parallel:
         spec = global_arrays._with_axis(spec, x.ndim, x.ndim - 2, tp)
     if ep:
         entries = list(spec)
@@ -199,7 +225,7 @@ def _over_global_arrays(
 
     def call(**arrays: Any) -> MixtureOutput:
         shared = tuple(arrays.pop(f"shared_{i}") for i in range(3) if f"shared_{i}" in arrays)
-        return body(**arrays, shared=shared or None, loss_axes=loss_axes)
+        return _mixture(options, loss_axes, **arrays, shared=shared or None)
 
     nothing: Any = PartitionSpec()
     return global_arrays.with_specs(
@@ -209,6 +235,8 @@ def _over_global_arrays(
 
 
 def _mixture(
+    options: _Options,
+    loss_axes: tuple[Any, ...],
     x: jax.Array,
     router: jax.Array,
     up: jax.Array,
@@ -216,25 +244,16 @@ def _mixture(
     gate: jax.Array | None,
     router_bias: jax.Array | None,
     shared: Sequence[jax.Array] | None,
-    *,
-    k: int,
-    axis_name: AxisName | None,
-    expert_axis: AxisName | None,
-    sequence_parallel: bool,
-    loss_axes: tuple[Any, ...],
-    exchange: str,
-    capacity: int | None,
-    activation: str,
-    select: Select,
 ) -> MixtureOutput:
     """On one rank."""
-    tp, ep = meshes.axes_of(axis_name), meshes.axes_of(expert_axis)
-    split = (*ep, *tp) if sequence_parallel else ep
+    tp, ep = meshes.axes_of(options.axis_name), meshes.axes_of(options.expert_axis)
+    split = (*ep, *tp) if options.sequence_parallel else ep
+    gathers, capacity = options.exchange == "gather", options.capacity
     _check_experts(router, up, ep)
     tokens = x.reshape(-1, x.shape[-1])
     logits = tokens.astype(jnp.float32) @ router.astype(jnp.float32)
     bias = {} if router_bias is None else {"bias": router_bias}
-    indices, weights = select(logits, k, **bias)
+    indices, weights = options.select(logits, options.k, **bias)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise TypeError(
             "jflux.nn.mixture: select must return (indices, weights), got indices "
@@ -242,25 +261,24 @@ def _mixture(
         )
     losses = _losses(logits, indices, capacity, split, loss_axes)
 
-    weigh: dict[str, Any] = {"capacity": capacity, "activation": activation}
     # Those that see all of their group's tokens before the experts, and sum after them.
-    gathered = split if exchange == "gather" else tp if sequence_parallel else ()
+    gathered = split if gathers else tp if options.sequence_parallel else ()
     if gathered:
         tokens = all_gather(tokens, axis_name=gathered, axis=0, tiled=True)
         weights = all_gather(weights, axis_name=gathered, axis=0, tiled=True)
         indices = _lax.all_gather(indices, gathered, axis=0, tiled=True)
-    if exchange == "gather":
-        own = _own(indices, up.shape[0], ep)
-        y = _experts(tokens, own, weights, up, down, gate, **weigh)
+    experts = _Experts(up, down, gate, options.activation)
+    if gathers:
+        y = _of_own_experts(tokens, _own(indices, up.shape[0], ep), weights, experts, capacity)
     else:
-        y = _experts_of_all_ranks(tokens, indices, weights, up, down, gate, ep, **weigh)
+        y = _of_all_experts(tokens, indices, weights, experts, ep, capacity)
     if gathered:
         y = reduce_scatter(y, axis_name=gathered, scatter_dimension=0, tiled=True)
-    if tp and not sequence_parallel:
+    if tp and not options.sequence_parallel:
         y = all_reduce(y, axis_name=tp)
     y = y.reshape(x.shape)
     if shared is not None:
-        y = _epilogue.add(y, [_shared(x, shared, activation, axis_name, sequence_parallel)])
+        y = _epilogue.add(y, [_shared(options, x, shared)])
     return MixtureOutput(y, *losses)
 
 
@@ -308,76 +326,49 @@ def _own(indices: jax.Array, experts: int, ep: tuple[Any, ...]) -> jax.Array:
     return jnp.where((own >= 0) & (own < experts), own, -1)
 
 
-def _experts(
+def _of_own_experts(
     tokens: jax.Array,
     indices: jax.Array,
     weights: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
-    gate: jax.Array | None,
-    *,
+    experts: _Experts,
     capacity: int | None,
-    activation: str,
 ) -> jax.Array:
     """The weighted sum of each token's experts on this rank."""
-    routing = moe.route(indices, up.shape[0], capacity=capacity)
-    y = _products(moe.permute(tokens, routing), routing.counts, up, down, gate, activation)
+    routing = moe.route(indices, experts.up.shape[0], capacity=capacity)
+    y = experts.of_rows(moe.permute(tokens, routing), routing.counts)
     return moe.unpermute(y, routing, weights)
 
 
-def _experts_of_all_ranks(
+def _of_all_experts(
     tokens: jax.Array,
     indices: jax.Array,
     weights: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
-    gate: jax.Array | None,
+    experts: _Experts,
     ep: tuple[Any, ...],
-    *,
     capacity: int | None,
-    activation: str,
 ) -> jax.Array:
     """The weighted sum of each token's experts, to whose ranks it goes and from which it comes."""
-    there = moe_dispatch.moe_dispatch(
+    dispatched = moe_dispatch.moe_dispatch(
         tokens, indices, weights, capacity=capacity, axis_name=ep, partial_sums=True,
-        num_experts=up.shape[0] * meshes.axis_size(ep),
+        num_experts=experts.up.shape[0] * meshes.axis_size(ep),
     )  # fmt: skip
-    y = _products(there.rows, there.padded_sizes, up, down, gate, activation)
-    return moe_dispatch.moe_combine(y, there.handle, weights=weights, axis_name=ep)
+    y = experts.of_rows(dispatched.rows, dispatched.padded_sizes)
+    return moe_dispatch.moe_combine(y, dispatched.handle, weights=weights, axis_name=ep)
 
 
-def _products(
-    rows: jax.Array,
-    sizes: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
-    gate: jax.Array | None,
-    activation: str,
-) -> jax.Array:
-    """What experts make of rows that lie expert after expert."""
-    pair = up if gate is None else (gate, up)
-    hidden = grouped_matmul(rows, pair, sizes, activation=activation, gated=gate is not None)
-    return grouped_matmul(hidden, down, sizes)
-
-
-def _shared(
-    x: jax.Array,
-    shared: Sequence[jax.Array],
-    activation: str,
-    axis_name: AxisName | None,
-    sequence_parallel: bool,
-) -> jax.Array:
+def _shared(options: _Options, x: jax.Array, shared: Sequence[jax.Array]) -> jax.Array:
     up, down, *gate = shared
-    if axis_name is not None:
+    if options.axis_name is not None:
         return _dense.any_mlp(
-            x, up, None, down, None, *gate, activation=activation, axis_name=axis_name,
-            sequence_parallel=sequence_parallel,
+            x, up, None, down, None, *gate, activation=options.activation,
+            axis_name=options.axis_name, sequence_parallel=options.sequence_parallel,
         )  # fmt: skip
-    plain: Any = {"preferred_element_type": None, "precision": None, "transpose_rhs": False}
+    product: Any = {"preferred_element_type": None, "precision": None, "transpose_rhs": False}
+    pair = (*gate, up) if gate else up
     hidden = _dense._own_columns(
-        x, (*gate, up) if gate else up, None, activation=activation, gated=bool(gate), **plain
+        x, pair, None, activation=options.activation, gated=bool(gate), **product
     )
-    return _lax.matmul(hidden, down, **plain)
+    return _lax.matmul(hidden, down, **product)
 
 
 # ---- What the layers for linen and for NNX share -------------------------------------------------
@@ -413,7 +404,6 @@ def of_layer(layer: Any, x: jax.Array, params: dict[str, jax.Array]) -> MixtureO
     shared = tuple(rest.pop(name) for name in names if name in rest)
     options: dict[str, Any] = {
         name: getattr(layer, name)
-        for name in ("k", "axis_name", "expert_axis", "loss_axis", "sequence_parallel", "exchange",
-                     "capacity", "activation", "select", "x_spec")
-    }  # fmt: skip
+        for name in (*(field.name for field in dataclasses.fields(_Options)), "loss_axis", "x_spec")
+    }
     return mixture(x, shared=shared or None, **options, **own, **rest)

@@ -163,7 +163,7 @@ def _cross_entropy(
     z_loss: float,
     ignore_index: int | None,
 ) -> jax.Array:
-    names, part = meshes.as_tuple(axis_name), logits.shape[-1]
+    names, size = meshes.as_tuple(axis_name), logits.shape[-1]
     ranks, wide = meshes.axis_size(axis_name), sum_dtype(logits.dtype)
     split = [name for name in names if meshes.axis_size(name) > 1]
     if set(split) - set(meshes.split_over(axis_name, logits)):
@@ -177,23 +177,23 @@ def _cross_entropy(
     if ignored is not None:  # NaN there would reach a gradient, times zero
         logits = jnp.where(ignored[..., None], 0, logits)
     top = lax.pmax(lax.stop_gradient(logits).max(-1).astype(wide), names)
-    own = targets - lax.axis_index(names) * part
-    parts = _parts(logits, top, own, label_smoothing != 0)
-    total, target, *every = all_reduce(jnp.stack(parts), axis_name=axis_name)
+    own = targets - lax.axis_index(names) * size
+    terms = _terms(logits, top, own, label_smoothing != 0)
+    total, target, *every = all_reduce(jnp.stack(terms), axis_name=axis_name)
     log_total = jnp.log(total)
     loss = log_total - target
     if every:
-        mean = every[0] / (part * ranks)
+        mean = every[0] / (size * ranks)
         loss = (1 - label_smoothing) * loss + label_smoothing * (log_total - mean)
     loss = loss + z_loss * (top + log_total) ** 2 if z_loss else loss
-    loss = jnp.where((targets >= 0) & (targets < part * ranks), loss, jnp.nan)
+    loss = jnp.where((targets >= 0) & (targets < size * ranks), loss, jnp.nan)
     return loss if ignored is None else jnp.where(ignored, 0, loss)
 
 
 # The exponentials, as large as the logits and perhaps of a wider type, are not kept for the
 # gradient.
 @functools.partial(jax.checkpoint, static_argnums=3)
-def _parts(logits: jax.Array, top: jax.Array, own: jax.Array, smooth: bool) -> list[Any]:
+def _terms(logits: jax.Array, top: jax.Array, own: jax.Array, smooth: bool) -> list[Any]:
     """This rank's terms, over its part of the vocabulary and less the maximum `top`: of the sum of
     exponentials, of the target's logit, and if wanted of the sum of all logits."""
     shifted = logits.astype(top.dtype) - top[..., None]

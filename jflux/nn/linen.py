@@ -84,15 +84,15 @@ class _Layer(nn.Module):
             return kernel, None
         return kernel, _param(self, "bias", self.bias_init, axes[inputs:], features)
 
-    def part(self, name: str, *shape: Any) -> tuple[jax.Array, jax.Array | None]:
+    def product(self, name: str, *shape: Any) -> tuple[jax.Array, jax.Array | None]:
         """The kernel and bias of a product that is a part of this layer."""
-        return _Part(
+        return _Product(
             name=name, axis_name=self.axis_name, use_bias=self.use_bias,
             param_dtype=self.param_dtype, kernel_init=self.kernel_init, bias_init=self.bias_init,
         )(*shape)  # fmt: skip
 
 
-class _Part(_Layer):
+class _Product(_Layer):
     """Parameters under a name of their own."""
 
     @nn.compact
@@ -155,9 +155,9 @@ class MLP(_Layer):
     def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
         """Adds `residual` [..., s/N, d], if there is one, to the result."""
         d, h = (x.shape[-1],), (self.hidden_features,)
-        up = self.part("up", d, h, self.axes)
-        down = self.part("down", h, d, self.axes[::-1])
-        gate = self.part("gate", d, h, self.axes) if self.gated else ()
+        up = self.product("up", d, h, self.axes)
+        down = self.product("down", h, d, self.axes[::-1])
+        gate = self.product("gate", d, h, self.axes) if self.gated else ()
         x, *weights = in_one_type(self.dtype, x, *up, *down, *gate)
         return _dense.any_mlp(
             x, *weights, activation=self.activation, residual=residual, **options_of(self)
@@ -216,12 +216,12 @@ class Attention(_Layer):
             d, self.num_heads, self.num_kv_heads, self.head_dim
         )
         embed, heads_axis, kv_axis, c_axis = self.axes
-        query = self.part("query", (d,), (heads, c), (embed, heads_axis, c_axis))
+        query = self.product("query", (d,), (heads, c), (embed, heads_axis, c_axis))
         key, value = (
-            self.part(name, (d,), (kv_heads, c), (embed, kv_axis, c_axis))
+            self.product(name, (d,), (kv_heads, c), (embed, kv_axis, c_axis))
             for name in ("key", "value")
         )
-        out = self.part("out", (heads, c), (d,), (heads_axis, c_axis, embed))
+        out = self.product("out", (heads, c), (d,), (heads_axis, c_axis, embed))
         x, *weights = in_one_type(self.dtype, x, *query, *key, *value, *out)
         options: Any = {
             "bias": weights[1::2], "mask": mask, "residual": residual, "is_causal": self.is_causal,

@@ -150,14 +150,14 @@ class _Layer(nnx.Module):
             bias = new.bias_init(new.rngs.params(), features, self.param_dtype)
             self.bias = _param(bias, axes[inputs:], self.axis_name, self.rules)
 
-    def part(self, new: _New, *shape: Any) -> _Layer:
+    def product(self, new: _New, *shape: Any) -> _Layer:
         """The kernel and bias of a product that is a part of this layer."""
-        part = _Layer(
+        product = _Layer(
             axis_name=self.axis_name, use_bias=self.use_bias, param_dtype=self.param_dtype,
             rules=self.rules,
         )  # fmt: skip
-        part.make(new, *shape)
-        return part
+        product.make(new, *shape)
+        return product
 
     def weights(self) -> tuple[jax.Array, jax.Array | None]:
         return self.kernel[...], self.bias[...] if self.use_bias else None
@@ -255,15 +255,15 @@ class MLP(_Layer):
         new = _New(rngs, kernel_init, bias_init)
         self.activation, self.gated = activation, gated
         d, h = (features,), (hidden_features,)
-        self.up = self.part(new, d, h, axes)
-        self.down = self.part(new, h, d, axes[::-1])
+        self.up = self.product(new, d, h, axes)
+        self.down = self.product(new, h, d, axes[::-1])
         if gated:
-            self.gate = self.part(new, d, h, axes)
+            self.gate = self.product(new, d, h, axes)
 
     def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
         """Adds `residual` [..., s/N, features], if there is one, to the result."""
-        parts = (self.up, self.down, self.gate) if self.gated else (self.up, self.down)
-        x, *weights = in_one_type(self.dtype, x, *(a for part in parts for a in part.weights()))
+        products = (self.up, self.down, self.gate) if self.gated else (self.up, self.down)
+        x, *weights = in_one_type(self.dtype, x, *(a for one in products for a in one.weights()))
         return _dense.any_mlp(
             x, *weights, activation=self.activation, residual=residual, **options_of(self)
         )
@@ -320,10 +320,10 @@ class Attention(_Layer):
         self.num_heads, self.head_dim = heads, c
         embed, heads_axis, kv_axis, c_axis = axes
         d = (in_features,)
-        self.query = self.part(new, d, (heads, c), (embed, heads_axis, c_axis))
-        self.key = self.part(new, d, (self.num_kv_heads, c), (embed, kv_axis, c_axis))
-        self.value = self.part(new, d, (self.num_kv_heads, c), (embed, kv_axis, c_axis))
-        self.out = self.part(new, (heads, c), d, (heads_axis, c_axis, embed))
+        self.query = self.product(new, d, (heads, c), (embed, heads_axis, c_axis))
+        self.key = self.product(new, d, (self.num_kv_heads, c), (embed, kv_axis, c_axis))
+        self.value = self.product(new, d, (self.num_kv_heads, c), (embed, kv_axis, c_axis))
+        self.out = self.product(new, (heads, c), d, (heads_axis, c_axis, embed))
 
     def __call__(
         self,
@@ -339,8 +339,8 @@ class Attention(_Layer):
         """`mask`, `segment_ids`, and with a cache `new_lengths` and `prefill`, are as in
         :func:`jflux.nn.attention`; `residual` [b, s/N, in_features] is added to the result.
         `decode` is for this call, in place of the layer's."""
-        parts = (self.query, self.key, self.value, self.out)
-        x, *weights = in_one_type(self.dtype, x, *(a for part in parts for a in part.weights()))
+        products = (self.query, self.key, self.value, self.out)
+        x, *weights = in_one_type(self.dtype, x, *(a for one in products for a in one.weights()))
         cached: list[Any] = []
         if self.decode if decode is None else decode:
             cached = [getattr(self, name, None) for name in _flax.CACHED]

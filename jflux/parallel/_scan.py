@@ -189,10 +189,10 @@ class Loop:
     def over(
         self, body: Any, carry: Any, xs: Any, start: int, stop: int, reverse: bool = False
     ) -> Any:
-        """`lax.scan` over a part of xs; no results where it is empty."""
+        """`lax.scan` over a slice of xs; no results where it is empty."""
         if start == stop:
             return carry, None
-        xs = _part(xs, start, stop)
+        xs = _slice(xs, start, stop)
         return lax.scan(body, carry, xs, reverse=reverse, unroll=min(self.unroll, stop - start))
 
     def gather_after(self, x: Any, params: Any) -> Any:
@@ -217,7 +217,7 @@ def _forward(loop: Loop, x: Any, params: Any, args: tuple[Any, ...]) -> Any:
         return (loop.layer(x, w, *args), after), (x, w) if keep else x
 
     carry = (x, loop.gather(_at(params, 0)) if ahead else None)
-    pairs = (_part(params, 0, last), _part(params, 1, loop.layers))
+    pairs = (_slice(params, 0, last), _slice(params, 1, loop.layers))
     carry, inputs = loop.over(functools.partial(body, False), carry, pairs, 0, first_kept)
     carry, kept = loop.over(functools.partial(body, True), carry, pairs, first_kept, last)
     x, w = carry
@@ -232,7 +232,7 @@ def _backward(loop: Loop, residuals: Any, dx: Any) -> Any:
     leaves, structure = jax.tree.flatten(args)
     inexact = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
     dargs = [jnp.zeros_like(leaf) for leaf, is_ in zip(leaves, inexact, strict=True) if is_]
-    dparams = []  # in pieces [layers, ...], from the last
+    dparams = []  # slices [layers, ...], from the last
 
     def step(carry: Any, x: Any, w: Any) -> Any:
         """The gradient of one layer; and that of the layer after it is scattered."""
@@ -267,7 +267,7 @@ def _backward(loop: Loop, residuals: Any, dx: Any) -> Any:
     dparams.append(done)
     if first_kept:
         w = loop.gather(_at(params, first_kept - 1)) if overlap.all_gather else None
-        at = (_part(inputs, 1, first_kept), _part(params, 1, first_kept), params)
+        at = (_slice(inputs, 1, first_kept), _slice(params, 1, first_kept), params)
         (state, w), done = loop.over(with_gathered, (state, w), at, 0, first_kept - 1, reverse=True)
         dparams.append(done)
         w = w if overlap.all_gather else loop.gather_after(state[0], _at(params, 0))
@@ -276,12 +276,12 @@ def _backward(loop: Loop, residuals: Any, dx: Any) -> Any:
     dx, pending, dargs = state
     if pending is not None:
         dparams.append(_stack(loop.scatter(pending)))
-    pieces = [piece for piece in reversed(dparams) if piece is not None]
+    slices = [one for one in reversed(dparams) if one is not None]
     rest = iter(dargs)
     of_args = [next(rest) if is_ else None for is_ in inexact]
     return (
         dx,
-        jax.tree.map(lambda *parts: jnp.concatenate(parts), *pieces),
+        jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *slices),
         jax.tree.unflatten(structure, of_args),
     )
 
@@ -289,7 +289,7 @@ def _backward(loop: Loop, residuals: Any, dx: Any) -> Any:
 _rematerialised.defvjp(_forward, _backward)
 
 
-def _part(tree: Any, start: int, stop: int) -> Any:
+def _slice(tree: Any, start: int, stop: int) -> Any:
     return jax.tree.map(lambda a: a[start:stop], tree)
 
 
@@ -298,7 +298,7 @@ def _at(tree: Any, index: int) -> Any:
 
 
 def _stack(tree: Any) -> Any:
-    """One layer's as a piece; None stays None."""
+    """One layer's as a slice; None stays None."""
     return None if tree is None else jax.tree.map(lambda a: a[None], tree)
 
 

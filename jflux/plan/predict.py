@@ -66,11 +66,11 @@ def communication(
         `intra` where all ranks fit into a node.
     """
     links = _links(machine, grid, aware, extensions)
-    parts: dict[str, Value] = dict.fromkeys(Breakdown._fields, 0.0)
+    sums: dict[str, Value] = dict.fromkeys(Breakdown._fields, 0.0)
     for layer, count in model.counts().items():
         for name, seconds in _layer(model, layer, grid, links, machine, extensions, training):
-            parts[name] = parts[name] + count * seconds
-    return Breakdown(**parts)
+            sums[name] = sums[name] + count * seconds
+    return Breakdown(**sums)
 
 
 def compute(model: Model, machine: Machine, ranks: int, training: Training = PAPER) -> float:
@@ -146,10 +146,10 @@ def _layer(
     """What equations 1 to 3 say for each collective of a layer, all of them in a step."""
     g = swap(grid) if layer.transposed else grid
     forward, backward = ("x", "y") if layer.transposed else ("y", "x")
-    parts = training.microbatches
+    microbatches = training.microbatches
     again = 2 if extensions.recompute and training.checkpoint else 1
     gathers = 1 if training.cache_gathered else again
-    samples = model.batch / grid.data / parts
+    samples = model.batch / grid.data / microbatches
     plane = grid.x * grid.y
     output = training.activation_bytes * samples * layer.rows * layer.n / (g.z * g.x)
     into = training.activation_bytes * samples * layer.input_rows * layer.k / (g.z * g.y)
@@ -157,7 +157,7 @@ def _layer(
         size * layer.weights / plane for size in (training.weight_bytes, training.gradient_bytes)
     )
     ranks = plane * grid.z * grid.data
-    product = model.batch / parts * layer.flops / (ranks * machine.flops)
+    product = model.batch / microbatches * layer.flops / (ranks * machine.flops)
     credit = extensions.overlap * product
     local_ranks = equations.ranks_on_a_node(grid, machine.gpus_per_node)
 
@@ -177,15 +177,18 @@ def _layer(
 
     found = [
         ("all_gather_z",
-         seconds(equations.all_gather, "z", parts * gathers, weight / grid.z, True)),
-        ("reduce_scatter_z", seconds(equations.reduce_scatter, "z", parts, gradient, True)),
+         seconds(equations.all_gather, "z", microbatches * gathers, weight / grid.z, True)),
+        ("reduce_scatter_z", seconds(equations.reduce_scatter, "z", microbatches, gradient, True)),
         (f"all_reduce_{forward}",
-         seconds(equations.all_reduce, forward, parts * again, output, False)),
+         seconds(equations.all_reduce, forward, microbatches * again, output, False)),
         ("all_reduce_data",
          seconds(equations.all_reduce, "data", 1, gradient / grid.z, False)),
     ]  # fmt: skip
     if not layer.lookup:
         found.append(
-            (f"all_reduce_{backward}", seconds(equations.all_reduce, backward, parts, into, True))
+            (
+                f"all_reduce_{backward}",
+                seconds(equations.all_reduce, backward, microbatches, into, True),
+            )
         )
     return found

@@ -117,13 +117,15 @@ def _call_linen(module: Any, example: tuple[Any, ...]) -> list[_Call]:
         own = inner.variables.get("params", {})
         if isinstance(inner, ours):
             shapes = {
-                part: linen.meta.unbox(own[part]["kernel"]).shape
-                for part in (*_FIRST, *_LAST)
-                if part in own
+                product: linen.meta.unbox(own[product]["kernel"]).shape
+                for product in (*_FIRST, *_LAST)
+                if product in own
             }
-            for part, x in _reads(shapes, args[0]):
-                path = (*inner.path, part)
-                calls.append(_Call((path, "kernel"), "dense", shapes[part], x, y, "/".join(path)))
+            for product, x in _reads(shapes, args[0]):
+                path = (*inner.path, product)
+                calls.append(
+                    _Call((path, "kernel"), "dense", shapes[product], x, y, "/".join(path))
+                )
         for key in _NAMES:
             weight: Any = linen.meta.unbox(own.get(key))
             if getattr(weight, "ndim", 0) >= 2 and hasattr(args[0], "shape"):
@@ -140,8 +142,8 @@ def _call_linen(module: Any, example: tuple[Any, ...]) -> list[_Call]:
     for call in calls:  # of repeated layers the call has seen one; the parameters are stacked
         path, key = call.owner
         at = params
-        for part in path:
-            at = at[part]
+        for name in path:
+            at = at[name]
         call.count = max(1, math.prod(at[key].shape) // math.prod(call.shape))
     return calls
 
@@ -153,11 +155,11 @@ def _ours(flavour: str) -> tuple[type[Any], ...]:
 
 
 def _reads(shapes: dict[str, tuple[int, ...]], x: Any) -> Iterator[tuple[str, Any]]:
-    """Each part of such a layer, in the order in which they run, and what it reads."""
-    for part in (name for name in _FIRST if name in shapes):
-        yield part, x
-    for part in (name for name in _LAST if name in shapes):
-        yield part, jax.ShapeDtypeStruct((*x.shape[:-1], *shapes[part][:-1]), x.dtype)
+    """Each product of such a layer, in the order in which they run, and what it reads."""
+    for product in (name for name in _FIRST if name in shapes):
+        yield product, x
+    for product in (name for name in _LAST if name in shapes):
+        yield product, jax.ShapeDtypeStruct((*x.shape[:-1], *shapes[product][:-1]), x.dtype)
 
 
 def _call_nnx(module: Any, example: tuple[Any, ...]) -> list[_Call]:
@@ -198,15 +200,17 @@ def _recorded(kind: type, method: str, calls: list[_Call]) -> Iterator[None]:
     def record(self: Any, *args: Any, **kwargs: Any) -> Any:
         y = original(self, *args, **kwargs)
         if type(self) is kind and args:
-            parts: dict[str, Any] = {}
+            products: dict[str, Any] = {}
             if kind in _ours("nnx"):
-                parts = {part: getattr(self, part, None) for part in (*_FIRST, *_LAST)}
-                parts = {part: inner for part, inner in parts.items() if inner is not None}
-                kept.extend(parts.values())
-            shapes = {part: inner.kernel.shape for part, inner in parts.items()}
-            for part, x in _reads(shapes, args[0]):
-                of = (id(parts[part]), "kernel")
-                calls.append(_Call(of, "dense", shapes[part], x, y, part))
+                products = {product: getattr(self, product, None) for product in (*_FIRST, *_LAST)}
+                products = {
+                    product: inner for product, inner in products.items() if inner is not None
+                }
+                kept.extend(products.values())
+            shapes = {product: inner.kernel.shape for product, inner in products.items()}
+            for product, x in _reads(shapes, args[0]):
+                of = (id(products[product]), "kernel")
+                calls.append(_Call(of, "dense", shapes[product], x, y, product))
             for key in _NAMES:
                 weight: Any = getattr(self, key, None)
                 if getattr(weight, "ndim", 0) >= 2:

@@ -66,11 +66,13 @@ class Rule:
 def rules(model: Model, training: Training) -> list[Rule]:
     """What has to divide: samples by z and data, a weight's rows by y and z, its columns by x (a
     transposed one's by x and z, and y), and what the model says besides by x."""
-    parts = training.microbatches
-    if model.batch % parts:
-        raise ValueError(f"jflux: the batch {model.batch} does not divide by {parts} microbatches")
-    samples = "the batch" if parts == 1 else "a microbatch"
-    found = [Rule(f"{samples} of", model.batch // parts, ("z", "data"))]
+    microbatches = training.microbatches
+    if model.batch % microbatches:
+        raise ValueError(
+            f"jflux: the batch {model.batch} does not divide by {microbatches} microbatches"
+        )
+    samples = "the batch" if microbatches == 1 else "a microbatch"
+    found = [Rule(f"{samples} of", model.batch // microbatches, ("z", "data"))]
     found += [Rule(f"{what}:", amount, ("x",)) for what, amount in model.splits_x]
     seen = set()
     for layer in model.layers:
@@ -280,8 +282,8 @@ def _why_not(model: Model, machine: Machine, grid: Axes, training: Training) -> 
     need = _memory(model, grid, training)
     if need.total() <= machine.memory:
         return None
-    parts = ", ".join(f"{name} {float(size) / 1e9:.1f}" for name, size in need._asdict().items())
-    return f"it needs {need.total() / 1e9:.1f} GB of {machine.memory / 1e9:.1f} per GPU ({parts})"
+    terms = ", ".join(f"{name} {float(size) / 1e9:.1f}" for name, size in need._asdict().items())
+    return f"it needs {need.total() / 1e9:.1f} GB of {machine.memory / 1e9:.1f} per GPU ({terms})"
 
 
 def _nearest(model: Model, machine: Machine, sizes: np.ndarray, training: Training) -> str:

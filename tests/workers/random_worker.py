@@ -195,7 +195,7 @@ def draw(rng: random.Random) -> Chosen:
         return _of_op(rng, place, all_ops()[args.op])
     kinds = [_product] * 6 + [_few_columns] * 3
     kinds += [_waves] * (2 if args.gpus or args.kind == "waves" else 0)  # CPUs compute no waves
-    kinds += [_sum, _norm, _large_sum, _exchange, _pieces] + [_custom] * (LIBRARY is not None)
+    kinds += [_sum, _norm, _large_sum, _exchange, _one_exchange] + [_custom] * (LIBRARY is not None)
     if args.kind != "any":
         kinds = [kind for kind in kinds if kind.__name__ == f"_{args.kind}"]
     return rng.choice(kinds)(rng, place)
@@ -264,8 +264,8 @@ def _exchange(rng: random.Random, place: cases.Place) -> Chosen:
     return _chosen(rng, case, in_chunks=in_chunks)
 
 
-def _pieces(rng: random.Random, place: cases.Place) -> Chosen:
-    return _chosen(rng, collectives.pieces(rng, place), in_chunks=rng.random() < 0.5)
+def _one_exchange(rng: random.Random, place: cases.Place) -> Chosen:
+    return _chosen(rng, collectives.one_exchange(rng, place), in_chunks=rng.random() < 0.5)
 
 
 def _custom(rng: random.Random, place: cases.Place) -> Chosen:

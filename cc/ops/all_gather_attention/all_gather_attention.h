@@ -61,7 +61,7 @@ struct AllGatherAttentionParams {
 //   reset   never (core/signal.h)
 struct KeyLayout {
   int32_t world, batch;
-  int32_t pieces;          // ranges of a sequence
+  int32_t ranges;          // of a sequence
   int32_t log_chunk;       // of bytes
   int64_t row_bytes;       // of a position's keys
   int64_t sequence_bytes;  // of a sequence's keys
@@ -88,18 +88,18 @@ struct KeyLayout {
     int32_t batch;
     int64_t begin, bytes;  // in the sequence
   };
-  JFLUX_HD int32_t Chunks() const { return 2 * batch * pieces; }  // of a rank
+  JFLUX_HD int32_t Chunks() const { return 2 * batch * ranges; }  // of a rank
   JFLUX_HD Chunk ChunkAt(int32_t i) const {
     const int32_t range = i / 2;
-    const int64_t begin = static_cast<int64_t>(range % pieces) << log_chunk;
-    return Chunk{i % 2, range / pieces, begin,
+    const int64_t begin = static_cast<int64_t>(range % ranges) << log_chunk;
+    return Chunk{i % 2, range / ranges, begin,
                  Min(int64_t{1} << log_chunk, sequence_bytes - begin)};
   }
   // The chunks before this one hold the first `rows` positions of a sequence, and the sequences
   // before it.
   JFLUX_HD int32_t ChunksOf(int32_t sequence, int64_t rows) const {
-    const int64_t ranges = (rows * row_bytes + (int64_t{1} << log_chunk) - 1) >> log_chunk;
-    return 2 * (sequence * pieces + static_cast<int32_t>(ranges));
+    const int64_t count = (rows * row_bytes + (int64_t{1} << log_chunk) - 1) >> log_chunk;
+    return 2 * (sequence * ranges + static_cast<int32_t>(count));
   }
 
   // Offsets into the signals and into the data of a half, and into a tensor [B, t, G, D].

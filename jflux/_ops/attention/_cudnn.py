@@ -33,6 +33,9 @@ CHECKED_ON_GPUS = True
 _MOST_WIDTH = 128  # elements of a head; cuDNN has kernels for more on some GPUs
 _MULTIPLE = 64  # of queries and keys of a call; cuDNN pads others, which has not been checked
 
+NO_GPU = "cuDNN runs on GPUs"
+OLD_GPU = "cuDNN's attention needs compute capability 8.0"
+
 # The arguments and results of JAX's wrappers of the two primitives.
 _ARRAYS = (
     "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets",
@@ -57,18 +60,20 @@ def why_not(q: jax.Array, k: jax.Array, length: int) -> str | None:
     """Why these calls do not take q [B, s, H, D] and k [B, t, G, D], cut into parts of `length`
     positions, on the default devices; None: they do."""
     if meshes.platform() != "gpu":
-        return "cuDNN runs on GPUs"
+        return NO_GPU
     if not _config.config.fused:
         return "jflux.config.fused is off"
     return why_not_operands(q, length) or _why_not_here(q, k)
 
 
-def takes_call(q: Any, is_causal: bool, window: int | tuple[int, int] | None) -> bool:
-    """Whether `jax.nn.dot_product_attention` can use cuDNN for queries q [..., S, H, D]: it has no
-    windows to the right."""
-    if meshes.platform() != "gpu" or (window is not None and not is_causal):
-        return False
-    return why_not_operands(q, q.shape[-3]) is None and _is_recent_gpu()
+def why_not_one_call(q: Any, is_causal: bool, window: int | tuple[int, int] | None) -> str | None:
+    """Why `jax.nn.dot_product_attention` cannot use cuDNN for queries q [..., S, H, D]; None: it
+    can."""
+    if meshes.platform() != "gpu":
+        return NO_GPU
+    if window is not None and not is_causal:
+        return "cuDNN has no windows to the right"
+    return why_not_operands(q, q.shape[-3]) or (None if _is_recent_gpu() else OLD_GPU)
 
 
 @functools.cache
@@ -102,7 +107,7 @@ def _why_not_here(q: jax.Array, k: jax.Array) -> str | None:
     except (NotImplementedError, RuntimeError) as error:
         return str(error)
     if not _is_recent_gpu():
-        return "cuDNN's attention needs compute capability 8.0"
+        return OLD_GPU
     return None
 
 

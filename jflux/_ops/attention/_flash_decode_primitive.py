@@ -29,9 +29,9 @@ OP = "flash_decode"
 WIDTHS = (64, 128, 256)  # elements of a head that the kernel takes
 WIDTHS_PORTABLE = (64, 128)  # in 99 KiB of shared memory
 
-#: XLA's form splits the product with the values over positions: into at most MOST_PARTS parts over
-#: all sequences, of at least FEWEST_POSITIONS positions each.
-MOST_PARTS = 64
+#: XLA's form cuts the product with the values into splits of at least FEWEST_POSITIONS positions,
+#: at most MOST_SPLITS of all sequences together.
+MOST_SPLITS = 64
 FEWEST_POSITIONS = 512
 
 #: The kernel (cc/ops/flash_decode): how many of its warps a GPU of 132 multiprocessors runs at
@@ -205,9 +205,9 @@ def _weighted_sum(weights: jax.Array, v: jax.Array) -> jax.Array:
     """[B, H, D], of weights [B, H, S] and v [B, S, G, D]. In parts, since one sequence's long sum
     would keep few of a GPU's multiprocessors busy."""
     (b, h, s), (g, d) = weights.shape, v.shape[2:]
-    parts = _parts(b, s)
-    weights = weights.astype(v.dtype).reshape(b, h, parts, s // parts)
-    v = v.reshape(b, parts, s // parts, g * d)
+    splits = _splits(b, s)
+    weights = weights.astype(v.dtype).reshape(b, h, splits, s // splits)
+    v = v.reshape(b, splits, s // splits, g * d)
     wide = sum_dtype(v.dtype)
     all_groups = jnp.einsum("bhps,bpsx->bphx", weights, v, preferred_element_type=wide)
     all_groups = jnp.sum(all_groups, 1).reshape(b, h, g, d)
@@ -221,16 +221,16 @@ def _own_group(heads: int, groups: int) -> np.ndarray:
 
 
 @functools.cache
-def _parts(batch: int, length: int) -> int:
-    """How many equal parts `length` positions are summed in."""
-    parts = 1
+def _splits(batch: int, length: int) -> int:
+    """How many equal splits `length` positions are summed in."""
+    splits = 1
     while (
-        2 * parts * batch <= MOST_PARTS
-        and length % (2 * parts) == 0
-        and length >= 2 * parts * FEWEST_POSITIONS
+        2 * splits * batch <= MOST_SPLITS
+        and length % (2 * splits) == 0
+        and length >= 2 * splits * FEWEST_POSITIONS
     ):
-        parts *= 2
-    return parts
+        splits *= 2
+    return splits
 
 
 # ---- The primitive -------------------------------------------------------------------------------
@@ -303,10 +303,10 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
         jnp.moveaxis(a, d, 0).reshape(-1, *np.delete(a.shape, d)[1:])
         for a, d in zip(operands, dims, strict=True)
     ]
-    pair, *parts = bind(*merged)
+    pair, *of_splits = bind(*merged)
     pair = pair.reshape(count, -1, *pair.shape[1:])
-    parts = [a.reshape(a.shape[0], count, -1, *a.shape[2:]) for a in parts]
-    return [pair, *parts], [0, *(1 for _ in parts)]
+    of_splits = [a.reshape(a.shape[0], count, -1, *a.shape[2:]) for a in of_splits]
+    return [pair, *of_splits], [0, *(1 for _ in of_splits)]
 
 
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:

@@ -14,7 +14,7 @@ import jax
 
 from ... import _config
 from ..._call import plans
-from ..._call.forms import Call, Form, Takes, WhyNot, choose
+from ..._call.forms import Call, Form, Takes, WhyNot, choose, takes_all
 from ..._call.plans import Machine, Path, Plan
 from ..._ranks import meshes
 from . import _cudnn, _cudnn_by_chunks, all_gather_attention, flash_attention
@@ -33,7 +33,7 @@ def _takes_one_call(call: Call, machine: Machine) -> Plan | None:
     takes = (
         nothing_else
         and (params.ranks == 1 or no_mask)
-        and _cudnn.takes_call(q, scores.causal, scores.window)
+        and _cudnn.why_not_one_call(q, scores.causal, scores.window) is None
     )
     return plans.decomposed("one call of cuDNN") if takes else None
 
@@ -77,10 +77,6 @@ def _takes_cudnn_backward(call: Call, machine: Machine) -> Plan | WhyNot:
     return _takes_cudnn(call, machine)
 
 
-def _takes_all(call: Call, machine: Machine) -> Plan:
-    return plans.decomposed("")
-
-
 def _if_ring(ring: bool, takes: Takes) -> Takes:
     """Of a form whose keys go around a ring, or are gathered."""
     return lambda call, machine: takes(call, machine) if call.params.ring == ring else None
@@ -91,14 +87,14 @@ _FORWARD: tuple[Form[Pass], ...] = (
     Form(_takes_kernel_over_ranks, over_ranks_in_one_kernel),
     Form(_if_ring(False, _takes_cudnn), CUDNN.gathered.forward),
     Form(_if_ring(True, _takes_cudnn), CUDNN.around.forward),
-    Form(_if_ring(False, _takes_all), KERNEL.gathered.forward),
-    Form(_if_ring(True, _takes_all), KERNEL.around.forward),
+    Form(_if_ring(False, takes_all), KERNEL.gathered.forward),
+    Form(_if_ring(True, takes_all), KERNEL.around.forward),
 )
 _BACKWARD: tuple[Form[Pass], ...] = (
     Form(_if_ring(False, _takes_cudnn_backward), CUDNN.gathered.backward),
     Form(_if_ring(True, _takes_cudnn_backward), CUDNN.around.backward),
-    Form(_if_ring(False, _takes_all), KERNEL.gathered.backward),
-    Form(_if_ring(True, _takes_all), KERNEL.around.backward),
+    Form(_if_ring(False, takes_all), KERNEL.gathered.backward),
+    Form(_if_ring(True, takes_all), KERNEL.around.backward),
 )
 
 

@@ -1,19 +1,25 @@
-"""Attention of one device: JAX's own, where it works, and on GPUs jflux's kernel beside it."""
+"""Attention of one device: JAX's own, where it works, and on GPUs jflux's kernel beside it.
+
+Its forms are asked when a call is traced, as those of _forms.py are.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..._call import plans
+from ..._call import explain, plans
+from ..._call.forms import Call, Form, WhyNot, choose, decomposed
+from ..._call.plans import Arrays, Machine, Path, Plan
 from ..._ranks import meshes
-from . import _cudnn, _nonfinite, flash_attention
+from . import _cudnn, _nonfinite, _passes, flash_attention
 from ._blockwise import Scores, default_precision
 from ._checks import scale_of, window_of
-from ._passes import KERNEL, of_split
 from ._split_sequence import Params
 
 _OP = "attention of one device"
@@ -57,29 +63,73 @@ def attend(
     local_window_size: int | tuple[int, int] | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """``jax.nn.dot_product_attention`` with another choice of its form on GPUs: cuDNN if it takes
-    the call, then jflux's kernel, then JAX's default, which keeps all scores."""
-    by_cudnn = mask is None and _cudnn.takes_call(q, is_causal, local_window_size)
-    if mask is None and not by_cudnn and meshes.platform() == "gpu" and _fit(q, k, v):
-        if q.ndim == 3:  # a batch of one
-            one = attend(
-                q[None], k[None], v[None], is_causal=is_causal,
-                local_window_size=local_window_size, scale=scale,
-            )  # fmt: skip
-            return one[0]
-        scores = Scores(
-            scale_of(_OP, scale, q.shape[3]), causal=is_causal,
-            window=window_of(_OP, local_window_size),
-        )  # fmt: skip
-        if flash_attention.plan(q, k, v, scores).path == plans.Path.FUSED:
-            precision = default_precision()
-            params = Params(None, 1, scores, "contiguous", precision=precision)
-            q, k, v = meshes.vary_alike(q, k, v)
-            return of_split(params, KERNEL.gathered, q, k, v)[0]
+    """``jax.nn.dot_product_attention`` with another choice of its form on GPUs."""
+    arrays, options = (q, k, v, mask), _Options(is_causal, local_window_size, scale)
+    plan, form = choose(_FORMS, Call(arrays, options))
+    assert form is not None
+    o = form.run(arrays, options, plan)
+    if meshes.platform() == "gpu" and plan.path != Path.FUSED:  # a kernel tells it itself
+        explain.note_once(_OP, (q, k, v), (o,), plan)
+    return o
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """Options of ``jax.nn.dot_product_attention``."""
+
+    is_causal: bool
+    local_window_size: int | tuple[int, int] | None
+    scale: float | None
+
+    def scores(self, q: jax.Array) -> Scores:
+        """Of queries with these options."""
+        scale, window = scale_of(_OP, self.scale, q.shape[-1]), self.local_window_size
+        return Scores(scale, causal=self.is_causal, window=window_of(_OP, window))
+
+
+def _takes_cudnn(call: Call, machine: Machine) -> Plan | WhyNot:
+    (q, *_, mask), options = call.arrays, call.params
+    if mask is not None:
+        return WhyNot("there is a mask")
+    why = _cudnn.why_not_one_call(q, options.is_causal, options.local_window_size)
+    return WhyNot(why) if why else plans.decomposed("one call of cuDNN")
+
+
+def _takes_kernel(call: Call, machine: Machine) -> Plan | WhyNot | None:
+    *operands, mask = call.arrays
+    if mask is not None or meshes.platform() != "gpu" or not _fit(*operands):
+        return None
+    q, k, v = _with_batch(operands)
+    plan = flash_attention.plan(q, k, v, call.params.scores(q))
+    return plan if plan.path == Path.FUSED else WhyNot(plan.reason)
+
+
+def _in_kernel(arrays: Arrays, options: _Options, plan: Plan) -> jax.Array:
+    q, k, v = meshes.vary_alike(*_with_batch(arrays[:3]))
+    params = Params(None, 1, options.scores(q), "contiguous", precision=default_precision())
+    o, _ = _passes.attend(params, _passes.KERNEL.gathered, q, k, v)
+    return o.reshape(arrays[0].shape)
+
+
+def _by_jax(
+    arrays: Arrays, options: _Options, plan: Plan, *, implementation: str | None = None
+) -> jax.Array:
+    *operands, mask = arrays
     return dot_product_attention(
-        q, k, v, mask=mask, is_causal=is_causal, local_window_size=local_window_size, scale=scale,
-        implementation="cudnn" if by_cudnn else None,
-    )  # fmt: skip
+        *operands, mask=mask, **vars(options), implementation=implementation
+    )
+
+
+_FORMS: tuple[Form[Callable[..., jax.Array]], ...] = (
+    Form(_takes_cudnn, functools.partial(_by_jax, implementation="cudnn")),
+    Form(_takes_kernel, _in_kernel),
+    decomposed(_by_jax, "JAX's attention, which keeps all scores"),
+)
+
+
+def _with_batch(operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """q, k and v [B, S, heads, D]."""
+    return [a if a.ndim == 4 else a[None] for a in operands]
 
 
 def _fit(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:

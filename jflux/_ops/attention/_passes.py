@@ -253,7 +253,7 @@ _differentiable = derivatives.differentiated(
 )
 
 
-def of_split(
+def attend(
     params: Params,
     passes: Passes,
     q: jax.Array,
@@ -265,10 +265,10 @@ def of_split(
     return _differentiable((params, passes), q, k, v, (segments,))
 
 
-def of_split_reference(
+def attend_reference(
     params: Params, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
 ) -> Any:
-    """:func:`of_split` in XLA's operations, differentiated as they are written. With segments by
+    """:func:`attend` in XLA's operations, differentiated as they are written. With segments by
     :func:`_backward`: a derivative of what is written multiplies weights of zero with NaN."""
     params = dataclasses.replace(
         params, gather=all_gather_reference, scatter=reduce_scatter_reference

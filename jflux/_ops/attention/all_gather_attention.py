@@ -138,13 +138,13 @@ def _positions_of(arrays: Arrays, params: Params) -> tuple[Positions, Positions]
     """Positions and segments of the queries and of all ranks' keys, without padding."""
     q, k, _, of_queries, of_keys, _, _, *segments = arrays
 
-    def plain(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def unpadded(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
         by_rank = keys.reshape(len(keys), params.world, -1)[:, :, : k.shape[1]]
         return queries[:, : q.shape[1]], by_rank.reshape(len(keys), -1)
 
-    positions = plain(of_queries, of_keys)
+    positions = unpadded(of_queries, of_keys)
     rows = [p[0] if len(p) == 1 else p for p in positions]
-    found = plain(*segments) if segments else (None, None)
+    found = unpadded(*segments) if segments else (None, None)
     return Positions(rows[0], found[0]), Positions(rows[1], found[1])
 
 

@@ -24,7 +24,7 @@ from . import ulysses_attention
 from ._blockwise import Scores, default_precision
 from ._checks import check, check_heads, scale_of, softcap_of, window_of
 from ._forms import one_call, passes_of
-from ._passes import of_split, of_split_reference
+from ._passes import attend, attend_reference
 from ._split_sequence import Params
 from .sequence_layouts import Layout, check_layout, check_length
 
@@ -38,21 +38,21 @@ class _Options:
     """The options of a call, as :func:`attention` takes them.
 
     Attributes:
-      plain: whether it is the reference: in XLA's operations alone.
+      is_reference: whether it runs in XLA's operations alone.
     """
 
-    plain: bool
-    axis_name: AxisName | None
-    heads_axis: AxisName | None
-    causal: bool
-    layout: Layout
-    window: int | tuple[int, int] | None
-    scale: float | None
-    softcap: float | None
-    return_lse: bool
-    ring: bool | None
-    mesh: Mesh | AbstractMesh | None
-    q_spec: PartitionSpec | None
+    axis_name: AxisName | None = None
+    heads_axis: AxisName | None = None
+    causal: bool = False
+    layout: Layout = "zigzag"
+    window: int | tuple[int, int] | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    return_lse: bool = False
+    ring: bool | None = None
+    mesh: Mesh | AbstractMesh | None = None
+    q_spec: PartitionSpec | None = None
+    is_reference: bool = False
 
     def scores(self, q: jax.Array) -> Scores:
         """Of queries with these options."""
@@ -184,37 +184,17 @@ def attention(
       (1, 64, 4, 16)
     """
     options = _Options(
-        False, axis_name, heads_axis, causal, layout, window, scale, softcap, return_lse, ring,
-        mesh, q_spec,
+        axis_name, heads_axis, causal, layout, window, scale, softcap, return_lse, ring, mesh,
+        q_spec,
     )  # fmt: skip
     return _global_attention(options, q, k, v, segment_ids)
 
 
-def reference(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    axis_name: AxisName | None = None,
-    heads_axis: AxisName | None = None,
-    causal: bool = False,
-    layout: Layout = "zigzag",
-    window: int | tuple[int, int] | None = None,
-    segment_ids: Any = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    return_lse: bool = False,
-    ring: bool | None = None,
-    mesh: Mesh | AbstractMesh | None = None,
-    q_spec: PartitionSpec | None = None,
-) -> Any:
+@functools.wraps(attention, assigned=())
+def reference(q: Any, k: Any, v: Any, *, segment_ids: Any = None, **options: Any) -> Any:
     """:func:`jflux.attention` in plain `lax`, on every platform: in blocks, with `lax`'s exchanges,
     and differentiated as it is written, less with `segment_ids`: then in blocks too."""
-    options = _Options(
-        True, axis_name, heads_axis, causal, layout, window, scale, softcap, return_lse, ring,
-        mesh, q_spec,
-    )  # fmt: skip
-    return _global_attention(options, q, k, v, segment_ids)
+    return _global_attention(_Options(**options, is_reference=True), q, k, v, segment_ids)
 
 
 def _global_attention(options: _Options, q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
@@ -247,7 +227,9 @@ def _attention(
 ) -> Any:
     """The attention of one rank's arrays."""
     gather, exchange = (
-        (all_gather_reference, all_to_all_reference) if options.plain else (all_gather, all_to_all)
+        (all_gather_reference, all_to_all_reference)
+        if options.is_reference
+        else (all_gather, all_to_all)
     )
     if (axis := options.heads_axis) is not None:
         axis = meshes.as_tuple(axis)
@@ -255,7 +237,7 @@ def _attention(
         q, k, v = ulysses_attention.to_heads(axis, q, k, v, exchange)
         if segment_ids is not None:
             segment_ids = gather(segment_ids, axis_name=axis, axis=1, tiled=True)
-    o, lse = _split(options, scores, q, k, v, segment_ids)
+    o, lse = _over_sequence(options, scores, q, k, v, segment_ids)
     if axis is not None:
         o = ulysses_attention.to_positions(axis, o, exchange)
         if options.return_lse:
@@ -263,7 +245,7 @@ def _attention(
     return (o, lse) if options.return_lse else o
 
 
-def _split(
+def _over_sequence(
     options: _Options,
     scores: Scores,
     q: jax.Array,
@@ -283,7 +265,7 @@ def _split(
         options.return_lse, default_precision(),
     )  # fmt: skip
     passes = None
-    if not options.plain:
+    if not options.is_reference:
         passes = passes_of(params, q, k, v, segment_ids)
         if passes.forward is one_call:  # JAX has its derivative
             return one_call(params, q, k, v, segment_ids)
@@ -292,8 +274,8 @@ def _split(
         if segment_ids is not None and meshes.tracks_vma(axis):
             segment_ids = meshes.vary(segment_ids, axis)
     if passes is None:
-        return of_split_reference(params, q, k, v, segment_ids)
-    return of_split(params, passes, q, k, v, segment_ids)
+        return attend_reference(params, q, k, v, segment_ids)
+    return attend(params, passes, q, k, v, segment_ids)
 
 
 def _goes_around(ring: bool | None, k: jax.Array, v: jax.Array, ranks: int) -> bool:

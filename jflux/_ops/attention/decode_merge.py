@@ -66,17 +66,17 @@ def reference(pair: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Arra
 def _gathered(gather: Any, pair: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
     """Merges the ranks' pairs by an all-gather and :func:`merge_attention`."""
     to = "invarying" if meshes.tracks_vma(axis_name) else "varying"
-    parts = gather(pair, axis_name=axis_name, to=to)
-    return merge_attention(parts[..., :-1], parts[..., -1])
+    partials = gather(pair, axis_name=axis_name, to=to)
+    return merge_attention(partials[..., :-1], partials[..., -1])
 
 
 # ---- How a call lowers ---------------------------------------------------------------------------
 
 
-def _merged(parts: jax.Array, params: Params) -> list[jax.Array]:
-    """Merges the ranks' parts, [N rows, D + 1], as XLA computes it."""
-    parts = parts.reshape(params.world, -1, parts.shape[-1])
-    o, lse = merge_attention(parts[..., :-1], parts[..., -1])
+def _merged(partials: jax.Array, params: Params) -> list[jax.Array]:
+    """Merges the ranks' results, [N rows, D + 1], as XLA computes it."""
+    partials = partials.reshape(params.world, -1, partials.shape[-1])
+    o, lse = merge_attention(partials[..., :-1], partials[..., -1])
     return [jnp.concatenate([o, lse[..., None]], -1)]
 
 

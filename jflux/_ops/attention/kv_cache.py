@@ -3,6 +3,8 @@ position or whole."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -83,7 +85,7 @@ def fill_cache(
       >>> f(cache, prompt, prompt, jnp.array([10])).lengths.tolist()
       [10]
     """
-    return _fill(update_cache.update_cache, kv_cache, k, v, lengths, axis_name, layout, raises=True)
+    return _fill(_OPS, kv_cache, k, v, lengths, axis_name, layout)
 
 
 def fill_cache_reference(
@@ -96,7 +98,7 @@ def fill_cache_reference(
     layout: Layout = "zigzag",
 ) -> KVCache:
     """:func:`jflux.fill_cache` in plain `lax`, which does not raise on CPUs."""
-    return _fill(update_cache.reference, kv_cache, k, v, lengths, axis_name, layout, raises=False)
+    return _fill(_REFERENCES, kv_cache, k, v, lengths, axis_name, layout)
 
 
 @meshes.axis_by_name
@@ -163,11 +165,7 @@ def attend_to_cache(
       >>> o.shape, cache.lengths.tolist()
       ((1, 1, 1, 4), [11])
     """
-    return _attend(
-        decode_merge.merge_over_ranks, _flash_decode_primitive.attend, update_cache.update_cache,
-        kv_cache, q, k, v, new_lengths, axis_name=axis_name, window=window, softcap=softcap,
-        scale=scale, raises=True,
-    )  # fmt: skip
+    return _attend(_OPS, kv_cache, q, k, v, new_lengths, axis_name, window, softcap, scale)
 
 
 def attend_to_cache_reference(
@@ -183,11 +181,7 @@ def attend_to_cache_reference(
     scale: float | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """:func:`jflux.attend_to_cache` in plain `lax`, which does not raise on CPUs."""
-    return _attend(
-        decode_merge.reference, _flash_decode_primitive.attend_reference, update_cache.reference,
-        kv_cache, q, k, v, new_lengths, axis_name=axis_name, window=window, softcap=softcap,
-        scale=scale, raises=False,
-    )  # fmt: skip
+    return _attend(_REFERENCES, kv_cache, q, k, v, new_lengths, axis_name, window, softcap, scale)
 
 
 def new_positions(
@@ -202,16 +196,37 @@ def new_positions(
     return jnp.where(at < new_lengths[:, None], positions, -1)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Ops:
+    """What a call is made of.
+
+    Attributes:
+      update, attend, merge: the ops.
+      raises: whether wrong lengths are errors on CPUs.
+    """
+
+    update: Callable[..., Any]
+    attend: Callable[..., Any]
+    merge: Callable[..., Any]
+    raises: bool
+
+
+_OPS = _Ops(
+    update_cache.update_cache, _flash_decode_primitive.attend, decode_merge.merge_over_ranks, True
+)
+_REFERENCES = _Ops(
+    update_cache.reference, _flash_decode_primitive.attend_reference, decode_merge.reference, False
+)
+
+
 def _fill(
-    update: Any,
+    ops: _Ops,
     kv_cache: KVCache,
     k: Any,
     v: Any,
     lengths: Any,
     axis_name: AxisName | None,
     layout: Layout,
-    *,
-    raises: bool,
 ) -> KVCache:
     op = "jflux.fill_cache"
     _check_cache(op, kv_cache, k, v, lengths, "lengths")
@@ -228,10 +243,10 @@ def _fill(
     if lengths is None:
         lengths = jnp.full(batch, ranks * here, jnp.int32)
     else:
-        lengths, are_right = _counts(f"{op}: lengths", lengths, ranks * here, raises)
+        lengths, are_right = _counts(f"{op}: lengths", lengths, ranks * here, ops.raises)
         lengths = jnp.where(are_right, lengths, ranks * size)
     positions = jnp.where(at[None] < lengths[:, None], at[None], -1)
-    keys, values = update(
+    keys, values = ops.update(
         (kv_cache.keys, kv_cache.values), (k, v), positions, axis_name=axis_name,
         split=axis_name is not None,
     )  # fmt: skip
@@ -239,20 +254,16 @@ def _fill(
 
 
 def _attend(
-    merge: Any,
-    attend: Any,
-    update: Any,
+    ops: _Ops,
     kv_cache: KVCache,
     q: Any,
     k: Any,
     v: Any,
     new_lengths: Any,
-    *,
     axis_name: AxisName | None,
     window: int | tuple[int, int] | None,
     softcap: float | None,
     scale: float | None,
-    raises: bool,
 ) -> tuple[jax.Array, KVCache]:
     op = "jflux.attend_to_cache"
     _check_cache(op, kv_cache, k, v, new_lengths, "new_lengths")
@@ -267,14 +278,16 @@ def _attend(
     if new_lengths is None:
         positions, grown = new_positions(lengths, tokens), lengths + tokens
     else:
-        new_lengths, are_right = _counts(f"{op}: new_lengths", new_lengths, tokens, raises)
+        new_lengths, are_right = _counts(f"{op}: new_lengths", new_lengths, tokens, ops.raises)
         positions = new_positions(lengths, tokens, new_lengths)
         positions = jnp.where(are_right[:, None], positions, capacity)
         grown = jnp.where(are_right, lengths + new_lengths.astype(lengths.dtype), capacity)
     positions = value_checks.in_range(
-        positions, None, capacity - 1, f"{op}: positions", raises=raises
+        positions, None, capacity - 1, f"{op}: positions", raises=ops.raises
     )  # before another op says it in its own words
-    keys, values = update((kv_cache.keys, kv_cache.values), (k, v), positions, axis_name=axis_name)
+    keys, values = ops.update(
+        (kv_cache.keys, kv_cache.values), (k, v), positions, axis_name=axis_name
+    )
     scores = Scores(scale_of(op, scale, q.shape[3]), softcap, causal=True, window=span)
     q_here, own = q.astype(keys.dtype), own_positions(rank, here, ranks, "contiguous")
     if tokens == 1 and q.size and keys.size:
@@ -282,7 +295,7 @@ def _attend(
         # negative position attends to nothing.
         ends = jnp.maximum(positions[:, 0] + 1, 0)
         bounds = _flash_decode_primitive.bounds_of(ends, span, rank * here)
-        pair = attend(
+        pair = ops.attend(
             q_here[:, 0], keys, values, bounds, None, capacity=capacity, scale=scores.scale,
             softcap=softcap,
         )[:, None]  # fmt: skip
@@ -290,7 +303,7 @@ def _attend(
         o, lse = _attend_to_local_keys(q_here, keys, values, positions, own, scores)
         pair = jnp.concatenate([o, lse[..., None]], -1)
         pair = jnp.where((positions < capacity)[..., None, None], pair, jnp.nan)
-    o = pair[..., :-1] if axis_name is None else merge(pair, axis_name)[0]
+    o = pair[..., :-1] if axis_name is None else ops.merge(pair, axis_name)[0]
     return o.astype(q.dtype), KVCache(keys, values, grown)
 
 

@@ -244,32 +244,32 @@ def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
         native = machine.native_plan(OP, {**fields, "chunked": True})
         too_large = native["workspace_bytes"] > machine.heap_bytes // 3
     if too_large:
-        return WhyNot(_IN_PARTS)
+        return WhyNot(_TOO_LARGE)
     way = "chunks that signals announce" if chunked else "LL packets"
     received = fields["batch"] * fields["output_rows"] * fields["row_bytes"]
     reason = f"at most {received} bytes reach a rank, in {way}"
     return plans.fused(reason, {**native, "chunked": int(chunked)})
 
 
-#: Why the kernel does not take a call that it may take in parts.
-_IN_PARTS = "the workspace takes more than a third of the heap"
+#: Why the kernel does not take a call that it may take as several.
+_TOO_LARGE = "the workspace takes more than a third of the heap"
 
 
-def _takes_by_parts(call: Call, machine: Machine) -> Plan | WhyNot | None:
+def _takes_in_calls(call: Call, machine: Machine) -> Plan | WhyNot | None:
     """Other calls should not find the heap full: rows are cut, as far as they can be."""
-    if call.levels is not None or _takes(call, machine) != WhyNot(_IN_PARTS):
+    if call.levels is not None or _takes(call, machine) != WhyNot(_TOO_LARGE):
         return None
     fields, (_, output, *_) = _call(call.arrays, call.params), call.arrays
-    for parts in (2 << i for i in range(16)):
-        columns = -(-_row_elements(output) // parts)
-        part = {**fields, "row_bytes": columns * output.dtype.itemsize, "chunked": True}
-        taken = machine.native_plan(OP, part)["workspace_bytes"]
+    for calls in (2 << i for i in range(16)):
+        columns = -(-_row_elements(output) // calls)
+        narrow = {**fields, "row_bytes": columns * output.dtype.itemsize, "chunked": True}
+        taken = machine.native_plan(OP, narrow)["workspace_bytes"]
         if taken <= machine.heap_bytes // 3:
             reason = (
-                f"{parts} calls of a part of each row, since a third of a heap of "
+                f"{calls} calls of a part of each row, since a third of a heap of "
                 f"{machine.heap_bytes} holds one; {plans.MORE_HEAP}"
             )
-            return dataclasses.replace(plans.decomposed(reason), config={"parts": parts})
+            return dataclasses.replace(plans.decomposed(reason), config={"calls": calls})
         if columns == 1:
             break
     return WhyNot(
@@ -279,10 +279,10 @@ def _takes_by_parts(call: Call, machine: Machine) -> Plan | WhyNot | None:
     )
 
 
-def _by_parts(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
+def _in_calls(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     operand, output, *sizes = arrays
     width = _row_elements(output)
-    step = -(-width // plan.config["parts"])
+    step = -(-width // plan.config["calls"])
 
     def columns(x: Any, first: int) -> Any:
         return x.reshape(*x.shape[:2], width)[:, :, first : first + step]
@@ -378,7 +378,7 @@ _op = Op(
     reference=_reference,
     forms=(
         forms.kernel(_takes, _attributes, aliases={1: 0}),
-        Form(_takes_by_parts, _by_parts),
+        Form(_takes_in_calls, _in_calls),
     ),
     batch=_batch,
 )

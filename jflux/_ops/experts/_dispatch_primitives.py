@@ -217,7 +217,7 @@ _Fields = Callable[[Call], tuple[dict[str, int], Any]]
 
 
 def _forms(
-    op: str, fields_of: _Fields, attributes: AttributesRule, in_pieces: Run, steps: Form
+    op: str, fields_of: _Fields, attributes: AttributesRule, in_calls: Run, steps: Form
 ) -> tuple[Form, ...]:
     """The forms of a dispatch, or a combine: one kernel; several calls of it, each of a part of
     every row; and steps."""
@@ -240,38 +240,42 @@ def _forms(
                 return plans.fused(words, native)
         return native
 
-    def takes_pieces(call: Call, machine: Machine) -> Plan | None:
+    def takes_in_calls(call: Call, machine: Machine) -> Plan | None:
         fields, dtype = fields_of(call)
         if call.levels is not None or _native.why_not_dtypes("moe_combine", "cuda", dtype):
             return None
         if not isinstance(no_room := takes(call, machine), WhyNot):
             return None
-        for pieces in (2, 4, 8):
-            if fields["row_bytes"] % (16 * pieces) == 0:
-                piece = fields | {"most_parts": 1, "row_bytes": fields["row_bytes"] // pieces}
-                if not isinstance(native_plan(piece, machine, "places"), WhyNot):
-                    why = f"{pieces} calls of a part of each row, since {no_room.reason}"
-                    return dataclasses.replace(plans.decomposed(why), config={"pieces": pieces})
+        for calls in (2, 4, 8):
+            if fields["row_bytes"] % (16 * calls) == 0:
+                narrow = fields | {"most_parts": 1, "row_bytes": fields["row_bytes"] // calls}
+                if not isinstance(native_plan(narrow, machine, "places"), WhyNot):
+                    why = f"{calls} calls of a part of each row, since {no_room.reason}"
+                    return dataclasses.replace(plans.decomposed(why), config={"calls": calls})
         return None
 
-    return forms.kernel(takes, attributes), Form(takes_pieces, in_pieces), steps
+    return forms.kernel(takes, attributes), Form(takes_in_calls, in_calls), steps
 
 
-def _pieces(rows: jax.Array, plan: Plan) -> list[jax.Array]:
-    """The rows cut into the pieces that the plan moves in calls of their own."""
-    return jnp.split(rows, plan.config["pieces"], axis=1)
+def _columns_of_calls(rows: jax.Array, plan: Plan) -> list[jax.Array]:
+    """The columns that each of the plan's calls moves."""
+    return jnp.split(rows, plan.config["calls"], axis=1)
 
 
-def _dispatch_in_pieces(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
+def _dispatch_in_calls(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     x, *choices = arrays
-    found = [_dispatch_primitive.bind(piece, *choices, params=params) for piece in _pieces(x, plan)]
+    found = [
+        _dispatch_primitive.bind(columns, *choices, params=params)
+        for columns in _columns_of_calls(x, plan)
+    ]
     return [jnp.concatenate([rows for rows, *_ in found], axis=1), *found[0][1:]]
 
 
-def _combine_in_pieces(arrays: Arrays, params: CombineParams, plan: Plan) -> list[Any]:
+def _combine_in_calls(arrays: Arrays, params: CombineParams, plan: Plan) -> list[Any]:
     y, *places = arrays
     found = [
-        _combine_primitive.bind(piece, *places, params=params)[0] for piece in _pieces(y, plan)
+        _combine_primitive.bind(columns, *places, params=params)[0]
+        for columns in _columns_of_calls(y, plan)
     ]
     return [jnp.concatenate(found, axis=1)]
 
@@ -330,7 +334,7 @@ _dispatch_op = Op(
         OP,
         lambda call: (_call(call.arrays, call.params), call.arrays[0].dtype),
         _dispatch_attributes,
-        _dispatch_in_pieces,
+        _dispatch_in_calls,
         forms.decomposed(_dispatch_by_gathers, "all tokens to all ranks"),
     ),
     batch=_product.bind_one_by_one,
@@ -378,7 +382,7 @@ _combine_op = Op(
         COMBINE,
         _combine_fields,
         lambda arrays, params, plan: {"parts": np.int64(plan.config["parts"])},
-        _combine_in_pieces,
+        _combine_in_calls,
         forms.decomposed(_combine_by_all_to_all, "an all-to-all of sums"),
     ),
     batch=_product.bind_one_by_one,

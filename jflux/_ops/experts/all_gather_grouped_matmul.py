@@ -84,7 +84,7 @@ class Params:
         )
 
     @property
-    def plain(self) -> Params:
+    def of_one_weight(self) -> Params:
         """The product with one weight alone."""
         return Params(
             self.axis_names, self.world, self.transpose_rhs, self.out_dtype, owners=self.owners
@@ -107,7 +107,7 @@ class _Operands(NamedTuple):
         return self.offsets, self.destination, self.source
 
 
-def _split(operands: Sequence[Any], params: Params) -> _Operands:
+def _unpack(operands: Sequence[Any], params: Params) -> _Operands:
     x, *rest = operands
     return _Operands(x, rest[: params.weights], *rest[params.weights :])
 
@@ -225,7 +225,7 @@ def _rows(x: jax.Array, routing: Routing, params: Params) -> jax.Array:
 
 
 def _sizes(arrays: Arrays, params: Params) -> dict[str, int]:
-    operands = _split(arrays, params)
+    operands = _unpack(arrays, params)
     x, w = operands.x, operands.ws[0]
     return {
         "world": params.world,
@@ -256,12 +256,12 @@ def _shapes(arrays: Arrays, params: Params) -> list[ShapeDtype]:
 
 
 def _in_two_steps(arrays: Arrays, params: Params, plan: Plan | None = None) -> list[Any]:
-    operands = _split(arrays, params)
+    operands = _unpack(arrays, params)
     return two_steps(operands.x, operands.ws, operands.routing, params)
 
 
 def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
-    params, operands = call.params, _split(call.arrays, call.params)
+    params, operands = call.params, _unpack(call.arrays, call.params)
     x, w = operands.x, operands.ws[0]
     if why := _product.kernel_takes(x, w, params.out_dtype, params.world, machine.platform):
         return WhyNot(why)
@@ -327,9 +327,9 @@ def _products(x: Any, ws: Sequence[Any], kept: _Operands, params: Params) -> lis
     """``x @ w`` for each weight that is not None; x is gathered once."""
     routing = kept.routing
     if sum(w is not None for w in ws) == 1:
-        return [None if w is None else bind(x, [w], routing, params.plain) for w in ws]
+        return [None if w is None else bind(x, [w], routing, params.of_one_weight) for w in ws]
     rows = _rows(x, routing, params)
-    product = params.plain.product
+    product = params.of_one_weight.product
     return [
         _grouped_primitives.grouped_matmul.bind(rows, w, routing.counts, params=product)[0]
         for w in ws
@@ -337,7 +337,7 @@ def _products(x: Any, ws: Sequence[Any], kept: _Operands, params: Params) -> lis
 
 
 def _forward(operands: Sequence[Any], params: Params) -> tuple[Sequence[Any], Any]:
-    kept = _split(operands, params)
+    kept = _unpack(operands, params)
     if params.activation is None:
         results = _primitive.bind(*operands, params=params)
         return results, (kept, [])
@@ -348,7 +348,7 @@ def _forward(operands: Sequence[Any], params: Params) -> tuple[Sequence[Any], An
 
 def _tangents(kept: Any, tangents: Sequence[Any], params: Params) -> list[Any]:
     operands, sums = kept
-    dx, dws, *_ = _split(tangents, params)
+    dx, dws, *_ = _unpack(tangents, params)
     of_x: list[Any] = [None] * params.weights
     of_w: list[Any] = [None] * params.weights
     if dx is not None:
@@ -367,7 +367,7 @@ def _backward(
     kept: Any, cotangents: Sequence[Any], wanted: Sequence[Any], params: Params
 ) -> list[Any]:
     operands, sums = kept
-    x, w_types, *_ = _split(wanted, params)
+    x, w_types, *_ = _unpack(wanted, params)
     dy, *own = cotangents
     dsums = [dy] if params.activation is None else [None] * params.weights
     if params.activation is not None and dy is not None:
@@ -410,7 +410,7 @@ def _backward(
 
 
 def _kept(operands: Sequence[Any], params: Params) -> Any:
-    kept = _split(operands, params)
+    kept = _unpack(operands, params)
     if params.activation is not None:
         raise derivatives.not_linear(OP, "it has an activation")
     if kept.x is None and any(w is None for w in kept.ws):

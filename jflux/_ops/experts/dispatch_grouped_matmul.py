@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,8 @@ from jax.typing import DTypeLike
 
 from ... import _config, moe
 from ..._call import explain, local_ops, plans
+from ..._call.forms import Call, Form, WhyNot, choose, decomposed
+from ..._call.plans import Arrays, Machine, Plan
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from .._lax import several
@@ -177,38 +179,19 @@ def dispatch_grouped_matmul(
     world, ws = meshes.axis_size(axis_name), several(w)
     x, indices = check_tokens(f"jflux.{OP}", x, topk_indices, num_experts, world)
     experts = num_experts // world
-    owners = owners_of(world, indices.shape[1], experts)
     _check_experts(OP, ws, experts, f"{num_experts=} over {world} ranks")
-    if exchange is None:
-        columns = sum(one.shape[1 if transpose_rhs else 2] for one in ws)
-        rows = x.shape[0] * min(indices.shape[1], experts) / (experts * owners)
-        exchange, why = choose_exchange(
-            num_experts, world, indices.shape[1], columns, rows, meshes.platform()
-        )
-    else:
-        why = "the caller's choice"
-    if exchange not in EXCHANGES:
+    if exchange not in (None, *EXCHANGES):
         raise ValueError(f"jflux.{OP}: {exchange=} must be None or one of {EXCHANGES}")
     x, indices = meshes.vary_together(axis_name, x, indices)
     product: dict[str, Any] = {
         "transpose_rhs": transpose_rhs, "preferred_element_type": preferred_element_type,
         "activation": activation, "gated": gated,
     }  # fmt: skip
-    handle: GatherHandle | DispatchHandle
-    if exchange == "gather":
-        handle = _gather_handle(indices, num_experts, axis_name)
-        y = all_gather_grouped_matmul.gathered(
-            x, ws, handle.routing, axis_name=axis_name, owners=owners, **product
-        )
-    else:
-        ones = jnp.ones(indices.shape, jnp.float32)
-        there = moe_dispatch.moe_dispatch(
-            x, indices, ones, num_experts=num_experts, partial_sums=True, axis_name=axis_name
-        )
-        handle = DispatchHandle(there.group_sizes, there.handle)  # type: ignore[arg-type]
-        y = grouped_matmul(there.rows, w, there.group_sizes, **product)
-    plan = plans.decomposed(f"{exchange}: {why}")
-    explain.note_once(OP, (x, *ws, indices), (y,), plan)
+    call = Call((x, *ws, indices), _Params(num_experts, axis_name, world, exchange, product))
+    plan, form = choose(_FORMS, call)
+    assert form is not None
+    y, handle = form.run(call.arrays, call.params, plan)
+    explain.note_once(OP, call.arrays, (y,), plan)
     return y, handle
 
 
@@ -288,27 +271,61 @@ def grouped_matmul_combine(
     )
 
 
-def choose_exchange(
-    num_experts: int, world: int, k: int, columns: int, rows: float, platform: str
-) -> tuple[str, str]:
-    """(the exchange, and why) for tokens of k experts. It is the same on all ranks.
+# ---- Forms ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Params:
+    """A call, less its operands: x, the weights and the indices.
+
+    Attributes:
+      exchange: the caller's choice; None: there is none.
+      product: options of :func:`jflux.grouped_matmul`.
+    """
+
+    num_experts: int
+    axis_name: AxisName
+    world: int
+    exchange: str | None
+    product: dict[str, Any]
+
+    def owners(self, k: int) -> int:
+        return owners_of(self.world, k, self.num_experts // self.world)
+
+
+def _takes_gather(call: Call, machine: Machine) -> Plan | WhyNot:
+    """It takes the same calls on all ranks."""
+    (x, *ws, indices), params = call.arrays, call.params
+    if params.exchange is not None:
+        takes, why = params.exchange == "gather", "the caller's choice"
+    else:
+        k, experts = indices.shape[1], params.num_experts // params.world
+        columns = sum(w.shape[1 if params.product["transpose_rhs"] else 2] for w in ws)
+        rows = x.shape[0] * min(k, experts) / (experts * params.owners(k))
+        takes, why = pays_to_gather(params.num_experts, params.world, k, columns, rows)
+    return plans.decomposed(f"gather: {why}") if takes else WhyNot(why)
+
+
+def pays_to_gather(
+    num_experts: int, world: int, k: int, columns: int, rows: float
+) -> tuple[bool, str]:
+    """(whether to gather tokens of k experts, and why).
 
     Args:
       columns: of all weights of an expert.
       rows: rows of an expert from each rank, on average.
     """
     share = share_of_ranks(num_experts, world, k)
+    enough = rows >= all_gather_grouped_matmul.LEAST_ROWS or _config.config.always
     is_hidden = columns <= all_gather_grouped_matmul.MOST_COLUMNS and (
-        platform != "gpu" or rows >= all_gather_grouped_matmul.LEAST_ROWS or _config.config.always
+        meshes.platform() != "gpu" or enough
     )
     least = LEAST_SHARE_HIDDEN if is_hidden else LEAST_SHARE
-    exchange = "gather" if share >= least else "dispatch"
-    why = (
+    return share >= least, (
         f"the experts of a token, {k} of {num_experts}, lie on {share:.2f} of {world} ranks, and "
         f"with {columns} columns and {rows:.3g} rows of an expert from each rank a gather is worth "
         f"it from {least} on"
     )
-    return exchange, why
 
 
 def share_of_ranks(num_experts: int, world: int, k: int) -> float:
@@ -322,6 +339,33 @@ def owners_of(world: int, k: int, experts: int) -> int:
     """The slots of a rank's routing divided by its rows, on average. A token has min(k, experts)
     slots on each rank, and k rows on all ranks together."""
     return max(1, world * min(k, experts) // k)
+
+
+def _by_gather(arrays: Arrays, params: _Params, plan: Plan) -> tuple[jax.Array, GatherHandle]:
+    x, *ws, indices = arrays
+    handle = _gather_handle(indices, params.num_experts, params.axis_name)
+    y = all_gather_grouped_matmul.gathered(
+        x, ws, handle.routing, axis_name=params.axis_name, owners=params.owners(indices.shape[1]),
+        **params.product,
+    )  # fmt: skip
+    return y, handle
+
+
+def _by_dispatch(arrays: Arrays, params: _Params, plan: Plan) -> tuple[jax.Array, DispatchHandle]:
+    x, *ws, indices = arrays
+    dispatched = moe_dispatch.moe_dispatch(
+        x, indices, jnp.ones(indices.shape, jnp.float32), num_experts=params.num_experts,
+        partial_sums=True, axis_name=params.axis_name,
+    )  # fmt: skip
+    y = grouped_matmul(dispatched.rows, ws, dispatched.group_sizes, **params.product)
+    return y, DispatchHandle(dispatched.group_sizes, dispatched.handle)  # type: ignore[arg-type]
+
+
+#: Each has a handle of its own.
+_FORMS: tuple[Form[Callable[..., tuple[jax.Array, GatherHandle | DispatchHandle]]], ...] = (
+    Form(_takes_gather, _by_gather),
+    decomposed(_by_dispatch, "dispatch"),
+)
 
 
 # ---- A gather ------------------------------------------------------------------------------------

@@ -86,11 +86,11 @@ def _mean_over(parts: Any, axis_name: AxisName | None) -> Any:
 
 def _sum_over(names: tuple[Any, ...], part: jax.Array) -> jax.Array:
     (part,) = meshes.vary_together(names, part)
-    (total,) = (_sum if meshes.is_manual(names) else _plain_sum)(names, part)
+    (total,) = (_sum if meshes.is_manual(names) else _psum)(names, part)
     return total
 
 
-def _plain_sum(names: tuple[Any, ...], part: jax.Array) -> Sequence[jax.Array]:
+def _psum(names: tuple[Any, ...], part: jax.Array) -> Sequence[jax.Array]:
     return [_lax.psum(part, names)]
 
 
@@ -103,7 +103,7 @@ def _sum_backward(
 #: `lax.psum`, whose tangents are one equation. JAX's own holds on to what the trace of a
 #: `shard_map` has kept for the gradient, which `jax.checking_leaks` takes for leaked.
 _sum: Callable[..., Sequence[Any]] = derivatives.differentiated(
-    _plain_sum,
+    _psum,
     kept=lambda operands, names: (),
     tangents=lambda kept, tangents, names: _sum(names, tangents[0]),
     backward=_sum_backward,

@@ -73,7 +73,7 @@ class DwParams:
     out_dtype: np.dtype
 
 
-def _split(operands: Sequence[Any], params: Params) -> tuple[Any, Sequence[Any], Any, Any]:
+def _unpack(operands: Sequence[Any], params: Params) -> tuple[Any, Sequence[Any], Any, Any]:
     """(x, weights, group_sizes, row_scale or None)."""
     x, *rest = operands
     count = params.weights
@@ -105,7 +105,7 @@ def _finish(
 
 def reference(arrays: Arrays, params: Params) -> list[jax.Array]:
     """The call as `lax.ragged_dot`, and what follows it."""
-    x, ws, sizes, scale = _split(arrays, params)
+    x, ws, sizes, scale = _unpack(arrays, params)
     numbers = lax.RaggedDotDimensionNumbers(
         (((1,), (2 if params.transpose_rhs else 1,)), ((), ())), [0], [0]
     )
@@ -134,7 +134,7 @@ def _reference_dw(arrays: Arrays, params: DwParams) -> list[jax.Array]:
 
 
 def _shapes(arrays: Arrays, params: Params) -> list[ShapeDtype]:
-    x, ws, _, _ = _split(arrays, params)
+    x, ws, _, _ = _unpack(arrays, params)
     shape = (x.shape[0], ws[0].shape[1 if params.transpose_rhs else 2])
     return [(shape, params.out_dtype)] * (1 + (params.weights if params.sums else 0))
 
@@ -145,7 +145,7 @@ def _shapes_dw(arrays: Arrays, params: DwParams) -> list[ShapeDtype]:
 
 
 def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
-    x, (w, *_), sizes, _ = _split(arrays, params)
+    x, (w, *_), sizes, _ = _unpack(arrays, params)
     why = _product.kernel_takes(x, w, params.out_dtype, 1, platform)
     return why or _why_not_sizes(w.shape[1:], x.dtype, sizes, platform)
 
@@ -226,8 +226,8 @@ def _interleaved(a: Any, dim: int | None, count: int) -> Any:
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     bind = functools.partial(primitive.bind, params=params)
-    x, ws, sizes, scale = _split(operands, params)
-    x_dim, w_dims, sizes_dim, scale_dim = _split(dims, params)
+    x, ws, sizes, scale = _unpack(operands, params)
+    x_dim, w_dims, sizes_dim, scale_dim = _unpack(dims, params)
     batched_ws = [d is not None for d in w_dims]
     if sizes_dim is None and not any(batched_ws):
         count = (scale if x_dim is None else x).shape[scale_dim if x_dim is None else x_dim]
@@ -263,7 +263,7 @@ def _batch_dw(primitive: Any, operands: Any, dims: Any, *, params: DwParams) -> 
 def _flops(arrays: Arrays, params: Params) -> int:
     """The FLOPs of all rows, as `lax.ragged_dot` counts them. Tracing does not know how many rows
     belong to a group."""
-    x, ws, *_ = _split(arrays, params)
+    x, ws, *_ = _unpack(arrays, params)
     return sum(2 * x.shape[0] * w.shape[1] * w.shape[2] for w in ws)
 
 
@@ -332,8 +332,8 @@ def _tangent(x: Any, w: Any, dx: Any, dw: Any, sizes: Any, params: Params) -> An
 
 
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
-    x, ws, sizes, scale = _split(primals, params)
-    dx, dws, _, dscale = _split(tangents, params)
+    x, ws, sizes, scale = _unpack(primals, params)
+    dx, dws, _, dscale = _unpack(tangents, params)
     if scale is not None:
         scale = _masked(scale, sizes)
         if not _is_zero(dscale):
@@ -374,7 +374,7 @@ def _transpose(cotangents: Any, *operands: Any, params: Params) -> Any:
     """The transpose rule. JAX transposes linear calls only, so there is one weight and no
     activation."""
     (dy,) = cotangents
-    x, (w,), sizes, scale = _split(operands, params)
+    x, (w,), sizes, scale = _unpack(operands, params)
     nothing = [None] * (len(operands) - 2)
     if _is_zero(dy):
         return [None, None, *nothing]

@@ -300,7 +300,7 @@ def all_gather_matmul(
     )
     if epilogue is not None and not any(0 in a.shape for a in (x, *ws)):
         ys: Sequence[jax.Array]
-        ys, _, gathered = _split(bind(params, x, ws, after), len(ws), params)
+        ys, _, gathered = _unpack(bind(params, x, ws, after), len(ws), params)
     else:
         exact = out if epilogue is None else epilogue.exact(out)
         alone = dataclasses.replace(params, epilogue=None, out_dtype=exact)
@@ -411,7 +411,7 @@ def _with_empty_ones(
     return tuple(ys), gathered
 
 
-def _split(
+def _unpack(
     results: Sequence[Any], weights: int, params: Params
 ) -> tuple[list[Any], list[Any], Any]:
     """(all y, all sums, gathered x or None) of the primitive's results."""
@@ -437,7 +437,7 @@ def _forward(operands: Sequence[Any], params: Params) -> Any:
     every = dataclasses.replace(
         params, results=tuple(name for name in ("y", "sums", "gathered") if name in names)
     )
-    ys, sums, gathered = _split(_primitive.bind(*operands, params=every), len(ws), every)
+    ys, sums, gathered = _unpack(_primitive.bind(*operands, params=every), len(ws), every)
     gathered = checkpoint_name(gathered, GATHERED)
     if _is_activated(params):
         sums = [checkpoint_name(one, PREACTIVATION) for one in sums]
@@ -455,7 +455,7 @@ def _tangents(kept: Any, tangents: Sequence[Any], params: Params) -> list[Any]:
         names = ["y"] if {"y", "sums"} & set(params.results) else []
         names += ["gathered"] if "gathered" in params.results else []
         linear = dataclasses.replace(params, epilogue=None, results=tuple(names))
-        found, _, dgathered = _split(_primitive.bind(dx, *ws, params=linear), len(ws), linear)
+        found, _, dgathered = _unpack(_primitive.bind(dx, *ws, params=linear), len(ws), linear)
         products = found or products
     products = [
         total([product, None if dw is None else _multiply(gathered, dw, params)])
@@ -484,7 +484,7 @@ def _backward(
     gathered, ws, sums = kept
     x, *others = wanted
     w_types, bias_types = _weights(others, params)
-    dys, own, dgathered = _split(cotangents, len(ws), params)
+    dys, own, dgathered = _unpack(cotangents, len(ws), params)
     own = own or [None] * len(ws)
     if all(dy is None for dy in dys):  # gated, that is one for several weights
         dys = [None] * len(ws)
@@ -883,13 +883,13 @@ def _drop_unused(used: Sequence[bool], *rest: Any) -> Any:
     if not any(used):
         return [False] * len(inputs), None
     weights = len(_weights(inputs[1:], params)[0])
-    ys, sums, gathered = _split(used, weights, params)
+    ys, sums, gathered = _unpack(used, weights, params)
     # All products or none, all sums or none, and the gathered x or not.
     live = {"y": any(ys), "sums": any(sums), "gathered": gathered}
     smaller = dataclasses.replace(
         params, results=tuple(name for name in params.results if live[name])
     )
-    outvars = _in_order(smaller, *_split(eqn.outvars, weights, params))
+    outvars = _in_order(smaller, *_unpack(eqn.outvars, weights, params))
     return inputs, eqn.replace(outvars=outvars, params={"params": smaller})
 
 

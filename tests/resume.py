@@ -1,4 +1,4 @@
-"""A run of tests in pieces, as a plugin of pytest: python -m pytest -p pieces --done FILE
+"""Resumes a run of tests, as a plugin of pytest: python -m pytest -p resume --done FILE
 
 Leaves out the tests that FILE names, one a line, and adds those that end well. What fails is told
 at once: a run that is killed has no summary. Of pytest-xdist's processes the one that prints reads
@@ -18,10 +18,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Pieces(config))
+    config.pluginmanager.register(Resumed(config))
 
 
-class Pieces:
+class Resumed:
     """The hooks of one run."""
 
     def __init__(self, config: pytest.Config) -> None:
