@@ -74,7 +74,6 @@ def attend(
         if flash_attention.plan(q, k, v, scores).path == plans.Path.FUSED:
             precision = default_precision()
             params = Params(None, 1, scores, "contiguous", precision=precision)
-            q, k, v = meshes.vary_alike(q, k, v)
             return of_split(params, KERNEL.gathered, q, k, v)[0]
     return dot_product_attention(
         q, k, v, mask=mask, is_causal=is_causal, local_window_size=local_window_size, scale=scale,

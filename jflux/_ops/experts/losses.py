@@ -85,7 +85,6 @@ def _mean_over(parts: Any, axis_name: AxisName | None) -> Any:
 
 
 def _sum_over(names: tuple[Any, ...], part: jax.Array) -> jax.Array:
-    (part,) = meshes.vary_together(names, part)
     (total,) = (_sum if meshes.is_manual(names) else _plain_sum)(names, part)
     return total
 
