@@ -185,7 +185,7 @@ def reference(
 
 
 def _sum(x: Any, axis_name: AxisName, axis_index_groups: Sequence[Sequence[int]] | None) -> Any:
-    """`lax.psum`, which takes no groups under ``check_vma=True``."""
+    """`lax.psum`, which takes no groups under ``check_vma=True``. It is plain `lax`, and casts."""
     if axis_index_groups is None:
         return _lax.psum(x, axis_name)
     ranks, _ = meshes.ranks_of(axis_name, axis_index_groups)

@@ -96,7 +96,7 @@ def _plain_sum(names: tuple[Any, ...], part: jax.Array) -> Sequence[jax.Array]:
 def _sum_backward(
     kept: Any, cts: Sequence[Any], wanted: Sequence[Any], names: tuple[Any, ...]
 ) -> Sequence[jax.Array]:
-    return [meshes.vary(cts[0], names) if meshes.tracks_vma(names) else _lax.psum(cts[0], names)]
+    return [cts[0] if meshes.tracks_vma(names) else _lax.psum(cts[0], names)]
 
 
 #: `lax.psum`, whose tangents are one equation. JAX's own holds on to what the trace of a
