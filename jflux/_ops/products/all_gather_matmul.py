@@ -262,8 +262,6 @@ def all_gather_matmul(
     # Their gradients are summed over ranks that share them in this type.
     wide = _epilogue.sum_dtype(out)
     biases = tuple(jnp.asarray(b).astype(wide) for b in bias_of if b is not None)
-    x, *rest = meshes.vary_together(axis_name, x, *ws, *biases)
-    ws, biases = tuple(rest[: len(ws)]), tuple(rest[len(ws) :])
     params = Params(
         axis_names=meshes.as_tuple(axis_name),
         world=world,
@@ -367,19 +365,23 @@ def _with_empty_ones(
     operands."""
     both = dataclasses.replace(params, results=("y", "gathered"))
     *shapes, gathered_shape = _result_shapes((x, *ws), both)
+
+    def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return _product.zeros(shape, dtype, x, *ws, over=params.axis_names)
+
     if 0 in x.shape:
-        return tuple(_product.zeros(*s, x) for s in shapes), _product.zeros(*gathered_shape, x)
+        ys = tuple(zeros(*s) for s in shapes)
+        return ys, zeros(*gathered_shape)
     some = tuple(w for w in ws if 0 not in w.shape)
     products: Sequence[Any] = bind(params, x, some) if some else []
     gathered = None
     if "gathered" in params.results:
         *products, gathered = products or [_gather(x, params)]
     rest = iter(products)
-    ys = (
-        _product.zeros(*shape, x) if 0 in w.shape else next(rest)
-        for w, shape in zip(ws, shapes, strict=True)
+    ys = tuple(
+        zeros(*shape) if 0 in w.shape else next(rest) for w, shape in zip(ws, shapes, strict=True)
     )
-    return tuple(ys), gathered
+    return ys, gathered
 
 
 def _unpack(

@@ -174,9 +174,6 @@ def matmul_reduce_scatter(
     added = [a for a in given.values() if a is not None]
     for one, weight in zip(xs, ws, strict=True):
         _product.warn_if_same(OP, axis_name, "x", one, weight)
-    varying = meshes.vary_together(axis_name, *xs, *ws, *added)
-    count = len(xs)
-    xs, ws, added = tuple(varying[:count]), tuple(varying[count : 2 * count]), varying[2 * count :]
     params = Params(
         added=tuple(name for name, a in given.items() if a is not None),
         axis_names=meshes.as_tuple(axis_name),
@@ -190,7 +187,7 @@ def matmul_reduce_scatter(
     _epilogue.check_added(OP, shape, bias, residual)
     terms = [(x, w) for x, w in zip(xs, ws, strict=True) if 0 not in x.shape and 0 not in w.shape]
     if not terms:
-        return _epilogue.add(_product.zeros(shape, out, xs[0]), added)
+        return _epilogue.add(_product.zeros(shape, out, *xs, *ws, over=axis_name), added)
     xs, ws = zip(*terms, strict=True)
     (y,) = _primitive.bind(*xs, *ws, *added, params=params)
     return y
