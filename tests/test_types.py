@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PRODUCTS, make_mesh
+from harness import PRODUCTS, make_mesh, of_way
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux._ops._spec import all_ops
+from jflux._ops._spec import all_ops, collectives
+from jflux._ranks import meshes
 from jflux.nn import _shared_gather as _shared_gather_of_nn
 
 pytestmark = pytest.mark.wide  # see conftest.strict
@@ -97,6 +98,85 @@ def test_a_batch_over_a_mesh_axis(name):
         for got, want, d in zip(of_sum, stacked, dims, strict=True):
             close(got, want if d == 0 else want.sum(0))
         jax.tree.map(close, list(of_each), stacked)
+
+
+# ---- Operands that vary over different axes ------------------------------------------------------
+
+#: What an operand may vary over, on a mesh with these axes.
+SUBSETS = ((), ("data",), ("tp",), ("data", "tp"))
+
+
+def _product_call(op):
+    call = of_way(op, 0, lead=(3,), k=8, n=8, dtype=jnp.float32)
+    return call.bind("tp"), (call.x_shape(2), call.w_shape(2))
+
+
+def _collective_call(spec):
+    return functools.partial(spec.on, axis_name="tp", **spec.ways[0]), ((2, 2, 3),)
+
+
+def _with_norm(op):
+    def f(*operands):
+        *operands, residual, scale = operands
+        norm = jflux.RMSNorm(scale)
+        return getattr(jflux, op)(*operands, axis_name="tp", residual=residual, norm=norm)
+
+    return f
+
+
+#: name: (f, operands' shapes).
+ALIGNED = {
+    **{op: _product_call(op) for op in PRODUCTS},
+    **{spec.name: _collective_call(spec) for spec in collectives()},
+    "grouped_matmul": (_grouped, ((8, 6), (2, 6, 4))),
+    "attention": (_attention, ((1, 4, 2, 4), (1, 4, 2, 4))),
+}
+#: Sums: op: shapes of the operands before a residual and a norm's scale.
+SUMS = {"all_reduce": ((8, 4),), "matmul_all_reduce": ((8, 6), (6, 4))}
+
+
+def _check_types(f, shapes, axes, expected):
+    """Of results, tangents, cotangents and batches, of operands that vary over these axes."""
+
+    def local(*arrays):
+        arrays = [meshes.vary(a, names) for a, names in zip(arrays, axes, strict=True)]
+        ys, dys = jax.jvp(f, arrays, arrays)
+        same, transpose = jax.vjp(f, *arrays)
+        for y in jax.tree.leaves((f(*arrays), ys, dys, same)):
+            assert meshes.varying(y) == expected
+        for a, ct in zip(arrays, transpose(ys), strict=True):
+            assert meshes.varying(ct) == meshes.varying(a)
+        for batched in range(len(arrays)):
+            given = [a[None] if i == batched else a for i, a in enumerate(arrays)]
+            dims = [0 if i == batched else None for i in range(len(arrays))]
+            for y in jax.tree.leaves(jax.vmap(f, dims)(*given)):
+                assert meshes.varying(y) == expected
+        return ()
+
+    mesh = make_mesh((2, 2), ("data", "tp"))
+    f_of_ranks = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=())
+    jax.eval_shape(f_of_ranks, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+
+
+@pytest.mark.parametrize("name", ALIGNED)
+def test_operands_that_vary_over_different_axes(name):
+    f, shapes = ALIGNED[name]
+    for axes in itertools.product(SUBSETS, repeat=len(shapes)):
+        union = frozenset().union(*axes)
+        if name in SUMS:
+            union -= {"tp"}
+        elif name != "grouped_matmul":  # which has no axis of its own
+            union |= {"tp"}
+        _check_types(f, shapes, axes, union)
+
+
+@pytest.mark.parametrize("op", SUMS)
+def test_operands_that_are_the_same_on_all_ranks(op):
+    f, shapes = _with_norm(op), SUMS[op]
+    others = ((),) * (len(shapes) - 1)
+    for axes in itertools.product(SUBSETS, SUBSETS[:2], SUBSETS[:2]):
+        union = frozenset().union(*axes) - {"tp"}
+        _check_types(f, (*shapes, (8, 4), (4,)), (axes[0], *others, *axes[1:]), union)
 
 
 # ---- Several results, of which some have no gradient ---------------------------------------------

@@ -211,7 +211,11 @@ def _apply(*operands: Any, linear: Any, results: tuple[Any, ...]) -> Any:
     def forward(*operands: Any) -> Any:
         return linear.forward(operands[: linear.leaves], operands[linear.leaves :])
 
-    return meshes.unsharded_inside(forward, results)(*operands)
+    tangents = meshes.unsharded_inside(forward, results)(*operands)
+    # A tangent varies as its primal does, whichever operands it is made of.
+    return [
+        meshes.vary(t, r.manual_axis_type.varying) for t, r in zip(tangents, results, strict=True)
+    ]
 
 
 _primitive.def_impl(functools.partial(xla.apply_primitive, _primitive))
@@ -257,9 +261,13 @@ def _transpose(cotangents: Any, *operands: Any, linear: Any, results: tuple[Any,
 
 
 def _with_zeros(cotangents: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
-    """As JAX takes them."""
+    """As JAX takes them: each varies as its operand does."""
     return [
-        None if aval is None else ad.Zero(aval) if ct is None else ct
+        None
+        if aval is None
+        else ad.Zero(aval)
+        if ct is None
+        else meshes.vary(ct, aval.manual_axis_type.varying)
         for ct, aval in zip(cotangents, wanted, strict=True)
     ]
 
@@ -354,6 +362,7 @@ def differentiated(
     tangents: Callable[[Any, Sequence[Any], Any], Sequence[Any]],
     backward: Callable[[Any, Sequence[Any], Sequence[Any], Any], Sequence[Any]],
     forward: Callable[..., tuple[Sequence[Any], Any]] | None = None,
+    axes: Callable[[Any], meshes.AxisName | None] = lambda params: params,
 ) -> Callable[..., Sequence[Any]]:
     """A function with derivatives, for one that is no primitive: JAX sees its equations.
 
@@ -364,6 +373,8 @@ def differentiated(
       tangents, backward: as in :class:`Derivatives`.
       forward: (the function with derivatives, operands, params) -> (results, what is kept), where
         that is not of the operands alone.
+      axes: params -> the mesh axes of the call. As those of a primitive
+        (`primitives.OpPrimitive`), operands are cast to vary over these, and alike.
     """
 
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -389,7 +400,13 @@ def differentiated(
         return tuple(results), tuple(dys)
 
     call.defjvp(jvp, symbolic_zeros=True)
-    return call
+
+    def aligned(params: Any, *operands: Any) -> Sequence[Any]:
+        leaves, structure = jax.tree.flatten(operands)
+        leaves = meshes.vary_together(meshes.axes_of(axes(params)), *leaves)
+        return call(params, *jax.tree.unflatten(structure, leaves))
+
+    return aligned
 
 
 def _is_nothing(tangent: Any) -> bool:

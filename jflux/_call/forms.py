@@ -140,6 +140,8 @@ class Op:
       forms: the other ways to run it, in the order in which they are asked.
       batch: the batching rule.
       flops: of the call's products, on one rank.
+      varying: params -> how many of the first operands vary over the call's axes, as types know
+        them; the others are the same on all ranks. None: all vary.
       same_over: params -> the axes that the results do not vary over any more.
       title: params -> what messages call the call; else its name.
       is_local: whether it has no peers and no workspace: its calls compute on one device, need no
@@ -155,6 +157,7 @@ class Op:
     forms: tuple[Form[Kernel | Run], ...]
     batch: BatchRule
     flops: FlopsRule = lambda arrays, params: 0
+    varying: Callable[[Any], int | None] = lambda params: None
     same_over: Callable[[Any], tuple[Any, ...]] = lambda params: ()
     title: Callable[[Any], str] | None = None
     is_local: bool = False

@@ -28,17 +28,28 @@ flops_of: dict[Primitive, Callable[[Any, Any, Any], int]] = {}
 
 
 class OpPrimitive(Primitive):
-    """The primitive of an op.
+    """The primitive of an op, which alone aligns types of variation (``check_vma=True``).
 
-    Where types of variation are tracked, its operands vary over the same axes, but those of the op
-    itself, over which its wrapper makes them vary. They are cast whenever the primitive is bound:
-    under ``jax.vmap(..., spmd_axis_name=)`` those that have a batch vary over one axis more than
-    their wrapper saw.
+    Whenever it is bound, by a function, by a rule or in a lowering, its operands are cast to vary
+    over the op's axes and every axis that any of them varies over; those that are the same on all
+    ranks (`Op.varying`) over the latter alone. So a transpose sums the cotangent of an operand over
+    the axes along which it was the same. Under ``jax.vmap(..., spmd_axis_name=)`` operands that
+    have a batch vary over one axis more than where the function was called.
     """
 
+    def __init__(self, op: Op) -> None:
+        super().__init__(f"jflux_{op.name}")
+        self.multiple_results = True
+        self._op = op
+
     def bind(self, *operands: Any, params: Any) -> Any:
-        own = _own_axes(params)
-        return super().bind(*meshes.vary_alike(*operands, but=own), params=params)
+        own, count = _own_axes(params), self._op.varying(params)
+        union = meshes.varying(operands) | meshes.tracked(tuple(own))
+        cast = [
+            meshes.vary(a, union if count is None or i < count else union - own)
+            for i, a in enumerate(operands)
+        ]
+        return super().bind(*cast, params=params)
 
     def batched_by(self, rule: BatchRule) -> None:
         """Gives it a batching rule."""
@@ -69,8 +80,7 @@ def _own_axes(params: Any) -> frozenset[Any]:
 def make_primitive(op: Op) -> Primitive:
     """A primitive ``jflux_<name>(*operands, params)`` with several results, all of the first
     operand's kind. Its derivatives are the caller's to define."""
-    primitive = OpPrimitive(f"jflux_{op.name}")
-    primitive.multiple_results = True
+    primitive = OpPrimitive(op)
     if not op.is_local:
         # The group table names devices, so a lowering holds for its devices alone. Without this,
         # JAX reuses it for another mesh of the same shape.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,10 +33,10 @@ def checked_results(title: str, got: Any, wanted: Sequence[ShapeDtype]) -> list[
 
 
 def with_vjp(
-    forward: Callable[..., Any], vjp: Callable[..., Any] | None, keywords: Mapping[str, Any]
+    forward: Callable[..., Any], vjp: Callable[..., Any] | None, params: Any
 ) -> Callable[..., Any]:
-    """A function of arrays whose reverse mode is `vjp`: (args, results, cotangents, **keywords) ->
-    cotangents of `args`. None: it has none but its own."""
+    """A function of arrays whose reverse mode is `vjp`: (args, results, cotangents,
+    **params.keywords()) -> cotangents of `args`. None: it has none but its own."""
     if vjp is None:
         return forward
 
@@ -45,12 +45,13 @@ def with_vjp(
         return results, (arrays, results)
 
     def backward(kept: Any, cotangents: Any) -> Any:
-        got = vjp(*kept, cotangents, **keywords)
+        got = vjp(*kept, cotangents, **params.keywords())
         return tuple(meshes.vary(ct, meshes.varying(a)) for ct, a in zip(got, kept[0], strict=True))
 
     differentiable = jax.custom_vjp(forward)
     differentiable.defvjp(saved, backward)
-    return differentiable
+    # Around the custom_vjp, whose cotangents are of arrays that vary: the primitive is inside it.
+    return lambda *arrays: differentiable(*meshes.vary_together(params.axis_names, *arrays))
 
 
 def refuse_derivatives(primitive: Primitive, title: Callable[[Any], str]) -> None:

@@ -264,7 +264,6 @@ def custom_call(
             source=kernel,
         )
         if meshes.is_manual(axis_name):
-            arrays = meshes.vary_together(axis_name, *arrays)
             run = functools.partial(_primitive.bind, params=params)
         else:
             _config.fall_back(_title(params), f"axis {axis_name!r} is vmap's, not a mesh's")
@@ -273,7 +272,7 @@ def custom_call(
         def forward(*arrays: Any) -> Any:
             return jax.tree.unflatten(tree, run(*arrays))
 
-        return call_rules.with_vjp(forward, vjp, params.keywords())(*arrays)
+        return call_rules.with_vjp(forward, vjp, params)(*arrays)
 
     return call
 

@@ -169,7 +169,6 @@ def call(
         reference=reference,
     )
     if meshes.is_manual(axis_name):
-        arrays = meshes.vary_together(axis_name, *arrays)
         run = functools.partial(_primitive.bind, params=params)
     else:
         why = f"axis {axis_name!r} is vmap's, not a mesh's"
@@ -179,7 +178,7 @@ def call(
     def forward(*arrays: Any) -> Any:
         return jax.tree.unflatten(tree, run(*arrays))
 
-    return call_rules.with_vjp(forward, vjp, params.keywords())(*arrays)
+    return call_rules.with_vjp(forward, vjp, params)(*arrays)
 
 
 def _bind_parameters(

@@ -211,23 +211,11 @@ def rank_and_size(axis_name: AxisName | None) -> tuple[Any, int]:
     return lax.axis_index(as_tuple(axis_name)), size
 
 
-def vary_together(axis_name: AxisName, *arrays: Any, same: int = 0) -> list[jax.Array]:
-    """Gives all arrays the same type under ``shard_map(check_vma=True)``.
-
-    An op over `axis_name` takes and returns values that vary over it, and over every axis that any
-    of its operands varies over; the last `same` operands do not vary over `axis_name` itself. Its
-    transpose then sums a cotangent over the axes that an operand was replicated on, as `lax`'s
-    does.
-    """
-    # With check_vma=False nothing is tracked, and nothing must be cast.
-    if not tracks_vma(axis_name):
-        return list(arrays)
-    names = frozenset(as_tuple(axis_name))
-    union = names | varying(arrays)
-    cast = []
-    for i, array in enumerate(arrays):
-        cast.append(vary(array, union if i < len(arrays) - same else union - names))
-    return cast
+def vary_together(axis_name: AxisName, *arrays: jax.Array) -> list[jax.Array]:
+    """All arrays, varying over `axis_name` and the axes that any of them varies over. Operands of
+    an op's primitive need no such call: it casts them (`primitives.OpPrimitive`)."""
+    union = tracked(axis_name) | varying(arrays)
+    return [vary(a, union) for a in arrays]
 
 
 def varying(arrays: Any) -> frozenset[Any]:
@@ -255,9 +243,9 @@ def vary(array: jax.Array, names: Iterable[Any]) -> jax.Array:
     return array
 
 
-def vary_alike(*arrays: jax.Array, but: Iterable[Any] = ()) -> list[jax.Array]:
-    """All arrays, varying over the axes that any of them varies over, `but` these."""
-    union = varying(arrays) - frozenset(but)
+def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """All arrays, varying over the axes that any of them varies over."""
+    union = varying(arrays)
     return [vary(a, union) for a in arrays]
 
 
@@ -299,6 +287,12 @@ def unsharded_inside(
         return [None if t is None else next(rest) for t in results]
 
     return call
+
+
+def tracked(axis_name: AxisName) -> frozenset[Any]:
+    """The mesh axes along which types say here what varies: all of these, or none."""
+    names, _ = axes_and_groups(axis_name)
+    return frozenset(names if names and is_bound(names) and tracks_vma(names) else ())
 
 
 def tracks_vma(axis_name: AxisName) -> bool:

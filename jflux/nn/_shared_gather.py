@@ -69,6 +69,7 @@ class Params:
 def first(x: jax.Array, w: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
     """(y, gathered x): per rank of N, x [..., s/N, k] and w [k, n/N] -> [..., s, n/N] and
     [..., s, k]."""
+    # Around a custom_vjp, as in `next_one`: the primitive is inside it.
     x, w = meshes.vary_together(options["axis_name"], x, w)
     return _first(Params(**options), x, w)
 

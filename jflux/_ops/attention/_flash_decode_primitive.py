@@ -89,8 +89,7 @@ def bounds_of(ends: jax.Array, window: tuple[int, int] | None, origin: Any) -> j
     attends to what is before `ends` [B], its own position the last of it; these; and where this
     rank's part begins."""
     first = jnp.zeros_like(ends) if window is None else jnp.maximum(ends - 1 - window[0], 0)
-    columns = meshes.vary_alike(first, ends, jnp.full_like(ends, origin))
-    return jnp.stack(columns, -1)
+    return jnp.stack([first, ends, jnp.full_like(ends, origin)], -1)
 
 
 def _positions(k: jax.Array, block_table: jax.Array | None) -> int:
@@ -155,6 +154,7 @@ def attend_to_local_keys(
       The output [B, H T, D] and the log-sum-exp [B, H T], both float32 or float64.
     """
     read = jnp.any(attended, 1)
+    # Results of a custom_jvp have one type, as their tangents, which are of `read` too.
     scores = _scores_of(*meshes.vary_alike(q, k, read)) * scale
     shape = scores.shape
     scores = scores.reshape(len(q), shape[1] // attended.shape[1], *attended.shape[1:])

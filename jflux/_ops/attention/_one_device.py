@@ -105,7 +105,7 @@ def _takes_kernel(call: Call, machine: Machine) -> Plan | WhyNot | None:
 
 
 def _in_kernel(arrays: Arrays, options: _Options, plan: Plan) -> jax.Array:
-    q, k, v = meshes.vary_alike(*_with_batch(arrays[:3]))
+    q, k, v = _with_batch(arrays[:3])
     params = Params(None, 1, options.scores(q), "contiguous", precision=default_precision())
     o, _ = _passes.attend(params, _passes.KERNEL.gathered, q, k, v)
     return o.reshape(arrays[0].shape)

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ... import _config
 from ..._call import derivatives
+from ..._ranks import meshes
 from .._epilogue import sum_dtype
 from ..collectives.exchange import all_gather_reference, reduce_scatter_reference
 from . import (
@@ -249,7 +250,12 @@ def _not_linear(*_: Any) -> Any:
 
 
 _differentiable = derivatives.differentiated(
-    _run, kept=_not_linear, tangents=_tangents, backward=_backward, forward=_forward
+    _run,
+    kept=_not_linear,
+    tangents=_tangents,
+    backward=_backward,
+    forward=_forward,
+    axes=lambda given: given[0].axis_name,
 )
 
 
@@ -273,5 +279,9 @@ def attend_reference(
     params = dataclasses.replace(
         params, gather=all_gather_reference, scatter=reduce_scatter_reference
     )
-    run = _run if segments is None else _differentiable
-    return run((params, BLOCKS.of(params)), q, k, v, (segments,))
+    given = params, BLOCKS.of(params)
+    if segments is not None:
+        return _differentiable(given, q, k, v, (segments,))
+    # Its loops are plain `lax`, whose carries have one type.
+    q, k, v = meshes.vary_together(meshes.axes_of(params.axis_name), q, k, v)
+    return _run(given, q, k, v, (None,))

@@ -92,7 +92,6 @@ def forward(
         meshes.as_tuple(axis_name), world, scores, np.dtype(dtype), _blockwise.default_precision()
     )
     operands = [q, k, v, *_numbers(q, queries, keys, rank, world, scores)]
-    operands = meshes.vary_together(axis_name, *operands)
     o, lse = _primitive.bind(*operands, params=params)
     return o, lse
 

@@ -269,10 +269,6 @@ def _over_sequence(
         passes = passes_of(params, q, k, v, segment_ids)
         if passes.forward is one_call:  # JAX has its derivative
             return one_call(params, q, k, v, segment_ids)
-    if axis is not None:
-        q, k, v = meshes.vary_together(axis, q, k, v)
-        if segment_ids is not None and meshes.tracks_vma(axis):
-            segment_ids = meshes.vary(segment_ids, axis)
     if passes is None:
         return attend_reference(params, q, k, v, segment_ids)
     return attend(params, passes, q, k, v, segment_ids)

@@ -49,7 +49,6 @@ def merge_over_ranks(pair: jax.Array, axis_name: AxisName) -> tuple[jax.Array, j
     """
     if not meshes.is_manual(axis_name) or 0 in pair.shape:
         return _gathered(exchange.all_gather, pair, axis_name)
-    (pair,) = meshes.vary_together(axis_name, pair)
     same = meshes.tracks_vma(axis_name)
     params = Params(meshes.as_tuple(axis_name), meshes.axis_size(axis_name), same)
     rows = pair.reshape(-1, pair.shape[-1])

@@ -147,9 +147,7 @@ def all_reduce(
     params = Params(axis_names=names, world=world, algorithm=algorithm)
     if residual is not None or norm is not None:
         epilogue, added = _sum_epilogue.operands(OP, params.axis_names, residual, norm)
-        same = 0 if axis_index_groups is not None else len(added)
         _product.warn_if_same(OP, axis_name, "x", x)
-        x, *added = meshes.vary_together(axis_name, x, *added, same=same)
         x, *added = _product.constant_if_whole(x.dtype, x, *added)
         results = bind(dataclasses.replace(params, epilogue=epilogue), x, added)
         return results[0] if norm is None else tuple(results)
@@ -160,7 +158,6 @@ def all_reduce(
             return reference(array, axis_name=axis_name, axis_index_groups=axis_index_groups)
         if array.dtype == bool:  # as lax.psum
             array = array.astype(jnp.int32)
-        (array,) = meshes.vary_together(axis_name, array)
         return bind(params, array)[0]
 
     return jax.tree.map(one, x)
@@ -188,7 +185,7 @@ def reference(
 
 
 def _sum(x: Any, axis_name: AxisName, axis_index_groups: Sequence[Sequence[int]] | None) -> Any:
-    """`lax.psum`, which takes no groups under ``check_vma=True``."""
+    """`lax.psum`, which takes no groups under ``check_vma=True``. It is plain `lax`, and casts."""
     if axis_index_groups is None:
         return _lax.psum(x, axis_name)
     ranks, _ = meshes.ranks_of(axis_name, axis_index_groups)
@@ -209,8 +206,7 @@ def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
 
 
 def bind(params: Params, x: jax.Array, added: Sequence[jax.Array] = ()) -> list[jax.Array]:
-    """The results of the primitive: the sum, and its normalised rows if there is a norm. Operands
-    have the types that `all_reduce` casts them to."""
+    """The results of the primitive: the sum, and its normalised rows if there is a norm."""
     return _primitive.bind(x, *added, params=params)
 
 
@@ -412,6 +408,7 @@ _op = Op(
         Form(_two_level_plan.collective(_takes, _plan_two_level), _two_level_form),
     ),
     batch=_batch,
+    varying=lambda params: None if meshes.has_subgroups(params.axis_names) else 1,
     same_over=lambda params: params.axis_names,
 )
 _primitive = make_primitive(_op)

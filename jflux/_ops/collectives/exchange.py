@@ -288,13 +288,13 @@ def _bind(
     concat: int | None,
     same: bool = False,
 ) -> jax.Array:
-    (x,) = meshes.vary_together(axis_name, x)
     names, world = meshes.ranks_of(axis_name, axis_index_groups)
     params = Params(names, world, split, concat, same)
     collective = params.collective(op)
     if not collective.is_of_nothing(x):
         (y,) = _primitives[op].bind(x, params=params)
         return y
+    (x,) = meshes.vary_together(axis_name, x)  # no primitive does
     if not same:
         return collective.of_nothing(x, world)
     others = jax.typeof(x).manual_axis_type.varying.difference(names)
@@ -310,8 +310,8 @@ def bind(
     concat: int | None,
     same: bool = False,
 ) -> jax.Array:
-    """The op with ``tiled=True``, of an x that varies over the axes already; also in a lowering,
-    where axes are not bound any more. split, concat, same: as `Params` has them."""
+    """The op with ``tiled=True``; also in a lowering, where axes are not bound any more. split,
+    concat, same: as `Params` has them."""
     (y,) = _primitives[op].bind(x, params=Params(axis_names, world, split, concat, same))
     return y
 

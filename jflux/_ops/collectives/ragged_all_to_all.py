@@ -113,8 +113,6 @@ def ragged_all_to_all(
         )
     if world == 1 or _product.is_for_lax(OP, axis_name, *arrays):
         return reference(*arrays, axis_name=axis_name, axis_index_groups=axis_index_groups)
-    axes, _ = meshes.axes_and_groups(names)
-    arrays = meshes.vary_together(axes, *arrays)
     operand, output, *sizes = arrays
     batched = (operand[None], output[None], *(size[:, None] for size in sizes))
     return _bind(*batched, params=Params(names, world))[0]

@@ -150,18 +150,17 @@ def _why_not(call: dict[str, int], dtype: Any) -> str | None:
 def dispatched(
     params: Params, x: jax.Array, indices: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, KernelHandle]:
-    """(rows [R, H], their weights f32 [R], the rows of each expert i32 [E_local], handle). Operands
-    vary over the axes; weights are float32."""
-    operands = meshes.vary_alike(x, indices, weights)
+    """(rows [R, H], their weights f32 [R], the rows of each expert i32 [E_local], handle); weights
+    are float32."""
+    operands = x, indices, weights
     rows, row_weights, sizes, slot, expert_row = _dispatch_primitive.bind(*operands, params=params)
-    indices = operands[1]
     rank, first = _rank(indices, params), _first(indices, params)
     handle = KernelHandle(indices, slot, expert_row, rank, first, params)
     return rows, row_weights, sizes, handle
 
 
 def _combine(params: CombineParams, *operands: jax.Array) -> jax.Array:
-    return _combine_primitive.bind(*meshes.vary_alike(*operands), params=params)[0]
+    return _combine_primitive.bind(*operands, params=params)[0]
 
 
 # ---- What follows from the choices ---------------------------------------------------------------
@@ -404,8 +403,7 @@ def _dispatch_tangents(kept: Any, tangents: Sequence[Any], params: Params) -> li
     dx, _, dw = tangents
     if dx is not None:
         given = jnp.zeros(indices.shape, np.float32) if dw is None else dw
-        return list(_dispatch_primitive.bind(*meshes.vary_alike(dx, indices, given),
-                                             params=params))  # fmt: skip
+        return list(_dispatch_primitive.bind(dx, indices, given, params=params))
     of_slots = _weights_at_experts(on_first(_first(indices, params), dw), params)
     return [None, rows_or_zeros(of_slots.ravel(), slot), None, None, None]
 
@@ -464,8 +462,8 @@ def _combine_backward(
     y_type = wanted[0] if y is None else y
     zeros = jnp.zeros(indices.shape, np.float32)
     # The cotangent travels in y's type, as in _partial_sums.py.
-    operands = meshes.vary_alike(ct.astype(y_type.dtype), indices, zeros)
-    rows, *_ = _dispatch_primitive.bind(*operands, params=params.dispatch)
+    ct = ct.astype(y_type.dtype)
+    rows, *_ = _dispatch_primitive.bind(ct, indices, zeros, params=params.dispatch)
     wide = rows.astype(sum_dtype(y_type.dtype))
     dy, dw = None, None
     if wanted[0] is not None:

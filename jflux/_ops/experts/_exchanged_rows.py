@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from ..._call import derivatives
-from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from .._epilogue import sum_dtype
 from ..collectives.ragged_all_to_all import ragged_all_to_all
@@ -54,8 +53,7 @@ class Handle:
         """The weighted sum of each token's rows of y [R, D], [T, D], in `dtype` or a wider type.
         Without weights each row counts once."""
         if weights is None:
-            ones = one_for_each_row(self, y.dtype)
-            y, weights = meshes.vary_together(self.axis_names, y, ones)
+            weights = one_for_each_row(self, y.dtype)
         (total,) = combined(self.axis_names, self, y, weights)
         return total
 

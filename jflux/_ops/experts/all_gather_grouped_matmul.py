@@ -192,18 +192,16 @@ def gathered(
     common = jnp.result_type(x.dtype, *(one.dtype for one in ws))
     x, *ws = (a.astype(common) for a in (x, *ws))
     params = Params(names, world, transpose_rhs, out, activation, gated, owners=owners)
-    x, *rest = meshes.vary_together(names, x, *ws, *routing)
-    ws, routing = rest[: len(ws)], Routing(*rest[len(ws) :])
     if 0 in (tokens, *routing.destination.shape, *x.shape, *ws[0].shape):
         n = ws[0].shape[1 if transpose_rhs else 2]
-        return _product.zeros((routing.source.shape[0], n), out, x)
+        return _product.zeros((routing.source.shape[0], n), out, x, *ws, *routing, over=names)
     if not meshes.is_manual(names):  # vmap's axis, which has no ranks
         return two_steps(x, ws, routing, params)[0]
     return bind(x, ws, routing, params)
 
 
 def bind(x: jax.Array, ws: Sequence[jax.Array], routing: Routing, params: Params) -> jax.Array:
-    """y. Operands vary over the axes."""
+    """y."""
     indices = (routing.offsets, routing.destination, routing.source)
     return _primitive.bind(x, *ws, *indices, params=params)[0]
 

@@ -182,6 +182,7 @@ def dispatch_grouped_matmul(
     _check_experts(OP, ws, experts, f"{num_experts=} over {world} ranks")
     if exchange not in (None, *EXCHANGES):
         raise ValueError(f"jflux.{OP}: {exchange=} must be None or one of {EXCHANGES}")
+    # Plain `lax` makes the handle of them.
     x, indices = meshes.vary_together(axis_name, x, indices)
     product: dict[str, Any] = {
         "transpose_rhs": transpose_rhs, "preferred_element_type": preferred_element_type,
@@ -395,8 +396,7 @@ def _weights_at_experts(
     """The weights of all ranks' slots in the handle's routing."""
     if weights is None:
         return None
-    first, weights = meshes.vary_together(axis_name, handle.first, weights)
-    everyone = all_gather(on_first(first, weights), axis_name=axis_name, axis=0, tiled=True)
+    everyone = all_gather(on_first(handle.first, weights), axis_name=axis_name, axis=0, tiled=True)
     return (
         everyone if handle.choice is None else jnp.take_along_axis(everyone, handle.choice, axis=1)
     )

@@ -160,13 +160,11 @@ def scattered(
     if weights is None:
         weights = jnp.ones(slots, jnp.float32)
     _product.warn_if_same(f"moe.{OP}", names, "h", h, w, weights)
-    h, w, weights, *rest = meshes.vary_together(
-        names, h.astype(common), w.astype(common), weights, *routing
-    )
-    routing = Routing(*rest)
+    h, w = h.astype(common), w.astype(common)
     n = w.shape[1 if transpose_rhs else 2]
     if 0 in (*slots, *h.shape, *w.shape):
-        return _product.zeros((slots[0] // world, n), out, h)
+        like = (h, w, weights, *routing)
+        return _product.zeros((slots[0] // world, n), out, *like, over=names)
     if not meshes.is_manual(names):  # vmap's axis, which has no ranks
         return two_steps(h, w, weights, routing, params)
     return bind(h, w, weights, routing, params)
@@ -194,7 +192,7 @@ def grouped_matmul_all_reduce(
 def bind(
     h: jax.Array, w: jax.Array, weights: jax.Array | None, routing: Routing, params: Params
 ) -> jax.Array:
-    """The sums. Operands vary over the axes."""
+    """The sums."""
     return _primitive.bind(*_operands(h, w, weights, routing, params), params=params)[0]
 
 

@@ -85,7 +85,6 @@ def _mean_over(parts: Any, axis_name: AxisName | None) -> Any:
 
 
 def _sum_over(names: tuple[Any, ...], part: jax.Array) -> jax.Array:
-    (part,) = meshes.vary_together(names, part)
     (total,) = (_sum if meshes.is_manual(names) else _psum)(names, part)
     return total
 
@@ -97,7 +96,7 @@ def _psum(names: tuple[Any, ...], part: jax.Array) -> Sequence[jax.Array]:
 def _sum_backward(
     kept: Any, cts: Sequence[Any], wanted: Sequence[Any], names: tuple[Any, ...]
 ) -> Sequence[jax.Array]:
-    return [meshes.vary(cts[0], names) if meshes.tracks_vma(names) else _lax.psum(cts[0], names)]
+    return [cts[0] if meshes.tracks_vma(names) else _lax.psum(cts[0], names)]
 
 
 #: `lax.psum`, whose tangents are one equation. JAX's own holds on to what the trace of a

@@ -148,6 +148,7 @@ def moe_dispatch(
         x, topk_indices, topk_weights, num_experts, meshes.axis_size(axes)
     )
     _check_options(capacity, alignment, layout, on_overflow)
+    # Plain `lax` makes places, statistics and handles of them, which have one type.
     x, indices, weights = meshes.vary_together(axes, x, indices, weights)
     options = _destinations.Options(on_overflow, capacity, alignment, layout, partial_sums)
     if node_axis is None:
@@ -365,9 +366,6 @@ def moe_combine(
     if weights is not None:
         weights = check_weights("jflux.moe_combine", weights, handle.first.shape)
         weights = weights.astype(sum_dtype(y.dtype))
-        y, weights = meshes.vary_together(axis_name, y, weights)
-    else:
-        (y,) = meshes.vary_together(axis_name, y)
     total = handle.combine(y, weights, y.dtype if residual is None else sum_dtype(y.dtype))
     if residual is not None:
         residual = jnp.asarray(residual)

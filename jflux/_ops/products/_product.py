@@ -262,9 +262,12 @@ def total_rows(x: Any) -> int:
     return math.prod(x.shape[:-1])
 
 
-def zeros(shape: tuple[int, ...], dtype: Any, *like: jax.Array) -> jax.Array:
-    """Zeros that vary over the mesh axes that `like` varies over, and depend on nothing."""
-    return meshes.vary(jnp.zeros(shape, dtype), meshes.varying(like))
+def zeros(
+    shape: tuple[int, ...], dtype: Any, *like: jax.Array, over: meshes.AxisName = ()
+) -> jax.Array:
+    """Zeros that depend on nothing, and vary as the result of an op over these axes, of the
+    operands `like`."""
+    return meshes.vary(jnp.zeros(shape, dtype), meshes.varying(like) | meshes.tracked(over))
 
 
 def flops(x: Any, w: Any, transpose_rhs: bool) -> int:

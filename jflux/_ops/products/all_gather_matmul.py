@@ -277,17 +277,10 @@ def all_gather_matmul(
         epilogue = epilogue or Epilogue((False,) * len(ws))
         epilogue = dataclasses.replace(epilogue, scaled=True)
         of_columns = [_scaled.of_columns(one, transpose_rhs) for one in ws]
-        of_rows, x, *rest = meshes.vary_together(
-            axis_name, _scaled.of_rows(x), x.values, *(one.values for one in ws), *after,
-            *of_columns,
-        )  # fmt: skip
         names = meshes.as_tuple(axis_name)
-        of_rows = exchange.bind("all_gather", of_rows, names, world, None, dimension)
-        ws, after = tuple(rest[: len(ws)]), rest[len(ws) :]
-        after.insert(len(after) - len(ws), of_rows)
-    else:
-        x, *rest = meshes.vary_together(axis_name, x, *ws, *after)
-        ws, after = tuple(rest[: len(ws)]), rest[len(ws) :]
+        of_rows = exchange.bind("all_gather", _scaled.of_rows(x), names, world, None, dimension)
+        after += [of_rows, *of_columns]
+        x, ws = x.values, tuple(one.values for one in ws)
     params = Params(
         axis_names=meshes.as_tuple(axis_name),
         world=world,
@@ -396,19 +389,23 @@ def _with_empty_ones(
     operands."""
     both = dataclasses.replace(params, results=("y", "gathered"))
     *shapes, gathered_shape = _result_shapes((x, *ws), both)
+
+    def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return _product.zeros(shape, dtype, x, *ws, over=params.axis_names)
+
     if 0 in x.shape:
-        return tuple(_product.zeros(*s, x) for s in shapes), _product.zeros(*gathered_shape, x)
+        ys = tuple(zeros(*s) for s in shapes)
+        return ys, zeros(*gathered_shape)
     some = tuple(w for w in ws if 0 not in w.shape)
     products: Sequence[Any] = bind(params, x, some) if some else []
     gathered = None
     if "gathered" in params.results:
         *products, gathered = products or [_gather(x, params)]
     rest = iter(products)
-    ys = (
-        _product.zeros(*shape, x) if 0 in w.shape else next(rest)
-        for w, shape in zip(ws, shapes, strict=True)
+    ys = tuple(
+        zeros(*shape) if 0 in w.shape else next(rest) for w, shape in zip(ws, shapes, strict=True)
     )
-    return tuple(ys), gathered
+    return ys, gathered
 
 
 def _unpack(

@@ -193,7 +193,6 @@ def all_to_all_matmul(
             return_exchanged=return_exchanged, transpose_rhs=transpose_rhs,
             preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
-    x, w = meshes.vary_together(axis_name, x, w)
     params = Params(
         axis_names=meshes.as_tuple(axis_name),
         world=world,
@@ -205,7 +204,8 @@ def all_to_all_matmul(
         precision=precision,
     )
     if 0 in x.shape or 0 in w.shape:
-        empty = [_product.zeros(*result, x) for result in _result_shapes((x, w), params)]
+        shapes = _result_shapes((x, w), params)
+        empty = [_product.zeros(*result, x, w, over=axis_name) for result in shapes]
         return tuple(empty) if return_exchanged else empty[0]
     results = _primitive.bind(x, w, params=params)
     return tuple(results) if return_exchanged else results[0]

@@ -183,7 +183,6 @@ def matmul_all_reduce(
         precision=precision,
     )
     _product.warn_if_same(OP, axis_name, "x", x, w)
-    x, w, *added = meshes.vary_together(axis_name, x, w, *added, same=len(added))
     x, w, *added = _product.constant_if_whole(params.out_dtype, x, w, *added)
     results = _over_rows(params, x, w, added)
     return results[0] if norm is None else tuple(results)
@@ -565,6 +564,7 @@ _op = Op(
     ),
     batch=_batch,
     flops=_flops,
+    varying=lambda params: 2,
     same_over=lambda params: params.axis_names,
 )
 

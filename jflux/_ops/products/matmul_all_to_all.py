@@ -149,7 +149,6 @@ def matmul_all_to_all(
             transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
             precision=precision,
         )  # fmt: skip
-    x, w = meshes.vary_together(axis_name, x, w)
     params = Params(
         axis_names=meshes.as_tuple(axis_name),
         world=world,
@@ -161,7 +160,7 @@ def matmul_all_to_all(
     )
     if 0 in x.shape or 0 in w.shape:
         ((y_shape, _),) = _result_shapes((x, w), params)
-        return _product.zeros(y_shape, out, x)
+        return _product.zeros(y_shape, out, x, w, over=axis_name)
     (y,) = _primitive.bind(x, w, params=params)
     return y
 

@@ -190,9 +190,6 @@ def matmul_reduce_scatter(
         xs, ws = (xs[0].values,), (ws[0].values,)
     for one, weight in zip(xs, ws, strict=True):
         _product.warn_if_same(OP, axis_name, "x", one, weight)
-    varying = meshes.vary_together(axis_name, *xs, *ws, *added)
-    count = len(xs)
-    xs, ws, added = tuple(varying[:count]), tuple(varying[count : 2 * count]), varying[2 * count :]
     params = Params(
         added=tuple(name for name, a in given.items() if a is not None),
         scaled=scaled,
@@ -207,7 +204,8 @@ def matmul_reduce_scatter(
     _epilogue.check_added(OP, shape, bias, residual)
     terms = [(x, w) for x, w in zip(xs, ws, strict=True) if 0 not in x.shape and 0 not in w.shape]
     if not terms:
-        return _epilogue.add(_product.zeros(shape, out, xs[0]), added[: len(params.added)])
+        zeros = _product.zeros(shape, out, *xs, *ws, over=axis_name)
+        return _epilogue.add(zeros, added[: len(params.added)])
     xs, ws = zip(*terms, strict=True)
     (y,) = _primitive.bind(*xs, *ws, *added, params=params)
     return y
