@@ -459,6 +459,23 @@ def test_gpus_take_scales_of_rows_and_columns(transpose_rhs, lowered_without_gpu
         assert "scaled = true" in line and "transpose_rhs = true" in line and "f8E4M3FN" in line
 
 
+def test_unchecked_kernels_are_asked_for(lowered_without_gpus):
+    def local(x, w):
+        return jflux.all_gather_matmul(x, w, axis_name="tp")
+
+    f = jax.shard_map(local, mesh=make_mesh((2,)), in_specs=(P("tp"), P(None, "tp")),
+                      out_specs=P(None, "tp"))  # fmt: skip
+    x, w = quantized(0, (4096, 512), (1, -1)), quantized(1, (512, 1024), (-1, 1))
+    with jflux.config(unchecked_kernels=False, strict=False):
+        calls, text = lowered_without_gpus(f, x, w)
+    # jflux's all-gather of the values, and XLA's product of 8 bits.
+    assert [call.op for call in calls] == ["all_gather", "all_gather_matmul", "all_gather"]
+    assert "has not passed all checks" in calls[1].plan.reason
+    assert "@jflux_all_gather_matmul" not in text
+    (product,) = (line for line in text.splitlines() if "stablehlo.dot_general" in line)
+    assert product.count("f8E4M3FN") == 2 and product.endswith("tensor<4096x512xf32>")
+
+
 def test_scales_are_exchanged_where_shards_have_no_whole_blocks():
     """Rows in blocks that a rank's shard does not fill become rows with an entry each."""
     values = jnp.zeros((192, 256), E4M3)

@@ -18,6 +18,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from ... import _config, _native
+from ..._call import plans
+from ..._call.plans import Arrays, Machine
 from ..._native import MAX_RANKS, MAX_WEIGHTS
 from ..._ranks import meshes
 from .. import _lax, _scaled
@@ -217,7 +219,7 @@ def _no_tangents(op: str, primals: Any, tangents: Any) -> Any:
     )
 
 
-def constant_if_whole(out: np.dtype, *operands: jax.Array) -> list[jax.Array]:
+def constant_if_whole(out: np.dtype, *operands: Any) -> list[Any]:
     """The operands of a call with results of this type, without gradients if that is one of whole
     numbers: `jax.custom_jvp` would ask for their tangents."""
     if jnp.issubdtype(out, jnp.inexact):
@@ -236,6 +238,17 @@ def kernel_takes(
     if world > MAX_RANKS:
         return f"{world} ranks, kernels take up to {MAX_RANKS}"
     return None
+
+
+#: Whether kernels that multiply 8 bits have passed all checks on GPUs.
+EIGHT_BITS_CHECKED = False
+
+
+def why_unchecked(arrays: Arrays, params: Any, machine: Machine) -> str | None:
+    """Why kernels do not take a product of 8 bits yet, or None."""
+    if not machine.on_gpus or arrays[0].dtype.itemsize > 1:
+        return None
+    return plans.why_unchecked(EIGHT_BITS_CHECKED)
 
 
 def why_no_kernel(
@@ -262,9 +275,7 @@ def total_rows(x: Any) -> int:
     return math.prod(x.shape[:-1])
 
 
-def zeros(
-    shape: tuple[int, ...], dtype: Any, *like: jax.Array, over: meshes.AxisName = ()
-) -> jax.Array:
+def zeros(shape: tuple[int, ...], dtype: Any, *like: Any, over: meshes.AxisName = ()) -> jax.Array:
     """Zeros that depend on nothing, and vary as the result of an op over these axes, of the
     operands `like`."""
     return meshes.vary(jnp.zeros(shape, dtype), meshes.varying(like) | meshes.tracked(over))

@@ -709,7 +709,13 @@ def _why_lax(params: Params) -> str | None:
     return None
 
 
-_forms = _product_plan.Product(_sizes, _unsupported, _why_decomposed, why_lax=_why_lax)
+_forms = _product_plan.Product(
+    _sizes,
+    _unsupported,
+    _why_decomposed,
+    why_lax=_why_lax,
+    why_no_kernel=_product.why_unchecked,
+)
 
 
 def _with_epilogue_after(

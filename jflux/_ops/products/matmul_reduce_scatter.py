@@ -517,7 +517,11 @@ def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | N
 
 
 _forms = _product_plan.Product(
-    _sizes, _unsupported, _why_decomposed, on_gpus=_product_plan.in_rank_order
+    _sizes,
+    _unsupported,
+    _why_decomposed,
+    on_gpus=_product_plan.in_rank_order,
+    why_no_kernel=_product.why_unchecked,
 )
 
 
