@@ -177,15 +177,16 @@ def gradient(
 def bias_gradients(
     epilogue: Epilogue | None, dsums: Sequence[Any], types: Sequence[Any]
 ) -> list[jax.Array | None]:
-    """Those of the biases that there are, of these types: sums over all rows. What is None is zero,
-    or not wanted."""
+    """Those of its operands, of these types: of biases, sums over all rows; none of scales. What is
+    None is zero, or not wanted."""
     if epilogue is None:
         return []
     mine = [d for d, biased in zip(dsums, epilogue.biased, strict=True) if biased]
-    return [
+    of_biases = [
         None if d is None or b is None else sum_of_rows(d).astype(b.dtype)
-        for d, b in zip(mine, types, strict=True)
+        for d, b in zip(mine, types[: len(mine)], strict=True)
     ]
+    return of_biases + [None] * (len(types) - len(mine))
 
 
 def sum_of_rows(d: jax.Array) -> jax.Array:

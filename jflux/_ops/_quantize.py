@@ -56,7 +56,7 @@ def quantize(
         multiplies by.
       power_of_two: round scales up to powers of two. Then a value has the same bits in whatever
         block it is quantised, unless it becomes too small.
-      scale: use this one, with as many dimensions as x, in place of x's own; elements beyond the
+      scale: use this one, of the shape that `block` gives, in place of x's own; elements beyond the
         largest value become it.
       return_losses: also return :class:`Losses`, of x as it is.
 
@@ -75,15 +75,26 @@ def quantize(
     dtype = np.dtype(dtype)
     if dtype not in TYPES:
         raise TypeError(f"jflux.quantize: {dtype} is not one of {', '.join(t.name for t in TYPES)}")
-    if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim < 2:
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim < 2:
+        what = f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
         raise TypeError(
-            f"jflux.quantize: x must be [..., rows, columns] of a real floating type, got "
-            f"{x.dtype}{list(x.shape)}"
+            "jflux.quantize: x must be an array [..., rows, columns] of a real floating type, got "
+            f"{what}"
         )
     if len(block) != 2 or any(size not in (-1, 1, BLOCK) for size in block):
         raise ValueError(f"jflux.quantize: {block=} must be two of -1, 1 and {BLOCK}")
-    if scale is not None and scale.ndim != x.ndim:
-        raise ValueError(f"jflux.quantize: scale {scale.shape} and x {x.shape} differ in rank")
+    if scale is not None:
+        given, wanted = jnp.shape(scale), _scale_shape(x.shape, block)
+        if given != wanted:
+            raise ValueError(
+                f"jflux.quantize: scale has shape {given}, of x {x.shape} in blocks {block} it is "
+                f"{wanted}"
+            )
+        if transpose and block[0] != block[1]:
+            raise ValueError(
+                f"jflux.quantize: a scale in {block=} does not fit x and its transpose"
+            )
+        scale = jnp.asarray(scale, jnp.float32)
 
     @without_derivative(
         "jflux.quantize has no derivative: where x is a constant, pass jax.lax.stop_gradient(x)"
@@ -92,6 +103,9 @@ def quantize(
         wide = x.astype(jnp.float32)
         if scale is None:
             scale = _scale(wide, dtype, block, power_of_two)
+        else:
+            whole = jnp.isfinite(_largest_in(wide, block))
+            scale = jnp.where(whole, scale, jnp.nan)
         ratio = wide / _spread(scale, x.shape)
         values = _rounded(ratio, dtype)
         lost = ((values == 0) & (wide != 0), jnp.abs(ratio) > largest(dtype))
@@ -111,15 +125,26 @@ def largest(dtype: np.dtype) -> float:
 
 
 def _scale(x: jax.Array, dtype: np.dtype, block: tuple[int, int], power_of_two: bool) -> jax.Array:
-    magnitudes = jnp.abs(x)
-    for axis, size in zip((x.ndim - 2, x.ndim - 1), block, strict=True):
-        magnitudes = _largest_of_blocks(magnitudes, axis, size)
+    magnitudes = _largest_in(x, block)
     # By a constant XLA would not divide: it would multiply by the rounded reciprocal.
     most = jnp.where(jnp.isfinite(magnitudes), largest(dtype), jnp.nan)
     scale = jnp.maximum(magnitudes / most, SMALLEST)
     if power_of_two:
         scale = jnp.where(jnp.isnan(scale), scale, _power_of_two_above(scale))
     return jnp.where(magnitudes == 0, 1, scale)
+
+
+def _scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    counts = (1 if b == -1 else -(-size // b) for size, b in zip(shape[-2:], block, strict=True))
+    return (*shape[:-2], *counts)
+
+
+def _largest_in(x: jax.Array, block: tuple[int, int]) -> jax.Array:
+    """The largest magnitude of each block."""
+    magnitudes = jnp.abs(x)
+    for axis, size in zip((x.ndim - 2, x.ndim - 1), block, strict=True):
+        magnitudes = _largest_of_blocks(magnitudes, axis, size)
+    return magnitudes
 
 
 def _largest_of_blocks(x: jax.Array, axis: int, size: int) -> jax.Array:

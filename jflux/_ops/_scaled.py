@@ -109,16 +109,24 @@ def of(op: str, name: str, operand: Any) -> Any:
 
 def of_each(op: str, name: str, operand: Any) -> Any:
     """:func:`of` for an operand that may be a sequence of such."""
-    if isinstance(operand, tuple | list) and _as_scaled(op, name, operand) is None:
-        return type(operand)(of(op, f"{name}[{i}]", one) for i, one in enumerate(operand))
-    return of(op, name, operand)
+    if not isinstance(operand, tuple | list) or _as_scaled(op, name, operand) is not None:
+        return of(op, name, operand)
+    each = [of(op, f"{name}[{i}]", one) for i, one in enumerate(operand)]
+    return each if any(isinstance(one, Scaled) for one in each) else operand
 
 
 def of_product(op: str, x: Any, w: Any) -> tuple[Any, Any]:
     """x and w of a product, each of which may be several."""
     x, w = of_each(op, "x", x), of_each(op, "w", w)
-    any_of(x, w)
+    if any_of(x, w):
+        whole = {one.dtype == jnp.int8 for each in (x, w) for one in _several(each)}
+        if len(whole) > 1:
+            raise TypeError(f"jflux.{op}: one of x and w is int8; both are int8 or none")
     return x, w
+
+
+def _several(operand: Any) -> Sequence[Any]:
+    return operand if isinstance(operand, tuple | list) else [operand]
 
 
 def any_of(*operands: Any) -> bool:
@@ -127,16 +135,14 @@ def any_of(*operands: Any) -> bool:
     Raises:
       TypeError: where only some are.
     """
-    each: list[Any] = []
-    for operand in operands:
-        each += operand if isinstance(operand, tuple | list) else [operand]
+    each = [one for operand in operands for one in _several(operand)]
     scaled = [isinstance(one, Scaled) for one in each]
     if any(scaled) and not all(scaled):
         other = each[scaled.index(False)]
         raise TypeError(
             "jflux: of a product's operands all are scaled or none, got "
             f"{getattr(other, 'dtype', type(other).__name__)} beside a jflux.Scaled; "
-            "jflux.quantize makes one"
+            "jflux.quantize makes one. In a pair (values, scale), scale is a float32 array"
         )
     return any(scaled)
 
@@ -145,7 +151,9 @@ def _as_scaled(op: str, name: str, operand: Any) -> Scaled | None:
     if isinstance(operand, Scaled):
         return operand
     if isinstance(operand, tuple | list):
-        if len(operand) != 2 or any(not hasattr(one, "dtype") for one in operand):
+        if len(operand) != 2 or any(
+            isinstance(one, Scaled) or not hasattr(one, "dtype") for one in operand
+        ):
             return None
         # Two weights have one type, so that nothing else has a type of 8 bits beside float32.
         values, scale = operand
@@ -154,7 +162,12 @@ def _as_scaled(op: str, name: str, operand: Any) -> Scaled | None:
     if hasattr(operand, "qvalue") and hasattr(operand, "scale"):  # qwix.QArray
         if getattr(operand, "zero_point", None) is not None:
             raise ValueError(f"jflux.{op}: {name} has a zero point; quantise it symmetrically")
-        return Scaled(operand.qvalue, operand.scale.astype(jnp.float32))
+        found = Scaled(operand.qvalue, operand.scale.astype(jnp.float32))
+        sizes = zip(found.shape, found.scale.shape, strict=True)
+        if any(count not in (1, size) and size % BLOCK != 0 for size, count in sizes):
+            # Tiles are of one size, and 128 does not divide the dimension.
+            raise ValueError(f"jflux.{op}: the scale of {name} is not one of blocks of {BLOCK}")
+        return found
     if hasattr(operand, "data") and hasattr(operand, "scale_inv"):  # ScaledTensor1x
         if getattr(operand, "is_colwise", False) or operand.scale_inv.size != 1:
             raise ValueError(
@@ -240,7 +253,13 @@ def result_dtype(preferred_element_type: DTypeLike | None) -> np.dtype:
     """The type of a product of scaled operands."""
     if preferred_element_type is None:
         return RESULT
-    return np.dtype(jax.dtypes.canonicalize_dtype(preferred_element_type))
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(preferred_element_type))
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise TypeError(
+            f"jflux: a product of scaled operands is of a real floating type, of 16 bits at least, "
+            f"not {dtype}"
+        )
+    return dtype
 
 
 def matmul(x: Scaled, w: Scaled, precision: lax.PrecisionLike, transpose_rhs: bool) -> jax.Array:
@@ -267,6 +286,8 @@ def _matmul(x: Scaled, w: Scaled, precision: lax.PrecisionLike, transpose_rhs: b
         return sums * sx * jnp.expand_dims(sw, tuple(range(x.ndim - 1)))
 
     k = x.shape[-1]
+    if k == 0:
+        return jnp.zeros((*x.shape[:-1], w.shape[1 - k_of_w]), jnp.float32)
     blocks = max(x_scale.shape[-1], w_scale.shape[0])
     if blocks == 1:
         return product(x.values, w.values, x_scale, w_scale[0])
@@ -323,7 +344,7 @@ def exchange(
         size = operand.shape[split]
         if scale.shape[split] == 1:  # each rank gets it
             scale = _repeated(scale, split, world)
-        elif scale.shape[split] != size and size // world % BLOCK != 0:
+        elif size > 0 and scale.shape[split] != size and size // world % BLOCK != 0:
             _check_whole(split == last, size // world)
             scale = over_elements(scale, split, size)
     if concat is not None:
@@ -331,12 +352,15 @@ def exchange(
         count = scale.shape[concat] // (world if concat == split else 1)
         if count == 1 and concat == last and size > 1:
             _check_whole(True, size)
-            scale = _repeated(scale, concat, size // BLOCK)
-        elif count == 1:
-            scale = _repeated(scale, concat, size)
-        elif count != size and size % BLOCK != 0:
+            scale = jnp.repeat(scale, size // BLOCK, concat)
+        elif count == 1 and size > 0:
+            scale = jnp.repeat(scale, size, concat)
+        elif size > 0 and count != size and size % BLOCK != 0:
             _check_whole(concat == last, size)
             scale = over_elements(scale, concat, operand.shape[concat])
+    for dimension in range(last):  # so that a result can be split in any of them
+        if scale.shape[dimension] == 1 and dimension not in (split, concat):
+            scale = _repeated(scale, dimension, operand.shape[dimension])
     # As bytes: not every collective has types of 8-bit floats.
     sent = send(lax.bitcast_convert_type(operand.values, jnp.int8))
     return Scaled(lax.bitcast_convert_type(sent, operand.dtype), send(scale))
@@ -361,7 +385,12 @@ def over_elements(scale: jax.Array, dimension: int, size: int) -> jax.Array:
     1 is left as it is."""
     if scale.shape[dimension] in (1, size):
         return scale
-    repeated = jnp.repeat(scale, BLOCK, axis=dimension)
+    # jnp.repeat would ask how the result is sharded.
+    wide = jnp.expand_dims(scale, dimension + 1)
+    shape = [*scale.shape[: dimension + 1], BLOCK, *scale.shape[dimension + 1 :]]
+    blocks = jnp.broadcast_to(wide, shape)
+    count = scale.shape[dimension] * BLOCK
+    repeated = blocks.reshape(*scale.shape[:dimension], count, *scale.shape[dimension + 1 :])
     return lax.slice_in_dim(repeated, 0, size, axis=dimension)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import math
@@ -94,10 +93,10 @@ def with_specs(
     of_leaves: dict[str, Any] = {}
     for argument, operand in operands.items():
         what = f"jflux.{name}: {argument}"
+        for one in jax.tree.leaves(operand, is_leaf=lambda leaf: isinstance(leaf, _scaled.Scaled)):
+            values = one.values if isinstance(one, _scaled.Scaled) else one
+            _check_divides(what, values, specs[argument], mesh)
         of_leaves[argument] = _scaled.specs(what, operand, specs[argument], mesh)
-        jax.tree.map(
-            functools.partial(_check_divides, what, mesh=mesh), operand, of_leaves[argument]
-        )
     if AxisType.Explicit in mesh.axis_types:  # else shard_map brings them into place
         operands = {
             argument: jax.tree.map(

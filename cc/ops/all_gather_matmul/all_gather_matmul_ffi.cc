@@ -125,6 +125,8 @@ struct CallOnCuda : PlannedCall<kAllGatherMatmulId, LaunchAllGatherMatmul> {
       const auto product_params = ParamsOf(a, x, w, *y, gathered);
       if (!product_params) return kDoNotFit;
       p = *product_params;
+      if (!WhyNoKernel(p).empty()) return kNoKernel;
+      if (a.scaled && SizeOf(p.dtype) != 1) return kDoNotFit;
       auto& product = arrays.products[i];
       product.w = w.untyped_data();
       product.y = y->untyped_data();

@@ -111,6 +111,7 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
       arrays.residual = residual.untyped_data();
     }
     if (a.scaled) {
+      if (SizeOf(p.dtype) != 1) return kDoNotFit;
       arrays.x_scale = floats(next, p.rows.Total());
       arrays.w_scale = floats(next + 1, p.n);
       if (arrays.x_scale == nullptr || arrays.w_scale == nullptr) return "a scale does not fit";

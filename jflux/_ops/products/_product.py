@@ -245,9 +245,12 @@ EIGHT_BITS_CHECKED = False
 
 
 def why_unchecked(arrays: Arrays, params: Any, machine: Machine) -> str | None:
-    """Why kernels do not take a product of 8 bits yet, or None."""
+    """Why kernels do not take a product of 8 bits, or not yet, or None."""
     if not machine.on_gpus or arrays[0].dtype.itemsize > 1:
         return None
+    wanted = params.precision if isinstance(params.precision, tuple) else (params.precision,)
+    if lax.Precision.HIGHEST in wanted:
+        return "tensor cores keep fewer bits of sums of 8-bit floats than precision=HIGHEST wants"
     return plans.why_unchecked(EIGHT_BITS_CHECKED)
 
 

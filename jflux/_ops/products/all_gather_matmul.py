@@ -729,7 +729,7 @@ def _with_epilogue_after(
         epilogue=None,
         results=("y", "gathered") if gathers else ("y",),
         out_dtype=_epilogue.sum_dtype(params.out_dtype),
-        prepared=prepared,
+        prepared=params.prepared if prepared is None else prepared,
     )
     results = _primitive.bind(x, *ws, params=without)
     products, gathered = (results[:-1], results[-1]) if gathers else (results, None)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from .. import _epilogue, _lax, _scaled
 from .._lax import several
-from .._scaled import Operand
+from .._scaled import Operand, Scaled
 from . import _product
 
 OP = "matmul"
@@ -45,7 +45,8 @@ def matmul(
         with and without a scale do not mix.
       transpose_rhs: w holds the transposed weight.
       bias, activation, gated: as in :func:`jflux.all_gather_matmul`.
-      preferred_element_type: the type of y; of scaled operands bfloat16 by default.
+      preferred_element_type: the type of y; by default bfloat16 of scaled operands, and without
+        scales that of :func:`jflux.all_gather_matmul`.
       precision: as in `lax.dot_general`.
 
     Returns:
@@ -77,6 +78,8 @@ def matmul(
             )
     columns = [_product.columns(one, transpose_rhs) for one in ws]
     _epilogue.check_shapes(OP, columns, biases, gated)
+    if preferred_element_type is None and not isinstance(x, Scaled):
+        preferred_element_type = _product.default_dtype("all_gather_matmul", x, ws)
     out = _product.out_dtype(OP, (x, *ws), preferred_element_type, precision)
     wide = out if epilogue is None else _epilogue.sum_dtype(out)
     ys = [_lax.matmul(x, one, wide, precision, transpose_rhs) for one in ws]

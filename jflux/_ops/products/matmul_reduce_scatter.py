@@ -315,6 +315,7 @@ def _backward(
         else (_epilogue.sum_of_rows(own_dy) if name == "bias" else own_dy).astype(a.dtype)
         for name, a in zip(params.added, added_types, strict=True)
     ]
+    dadded += [None] * len(_scales(wanted, params))
     like = next(x for x in (*xs, *x_types) if x is not None)
     multiplied = [w for w, x in zip(ws, x_types, strict=True) if x is not None]
     gathers = any(w is not None for w in w_types)
