@@ -17,6 +17,8 @@ from ._heap import init as init
 from ._heap import shutdown as shutdown
 from ._ops._norm import LayerNorm as LayerNorm
 from ._ops._norm import RMSNorm as RMSNorm
+from ._ops._quantize import quantize as quantize
+from ._ops._scaled import Scaled as Scaled
 from ._ops.attention.attention import attention as attention
 from ._ops.attention.flash_decode import flash_decode as flash_decode
 from ._ops.attention.kv_cache import KVCache as KVCache
@@ -40,6 +42,7 @@ from ._ops.experts.moe_dispatch import moe_dispatch as moe_dispatch
 from ._ops.products.all_gather_matmul import all_gather_matmul as all_gather_matmul
 from ._ops.products.all_to_all_matmul import all_to_all_matmul as all_to_all_matmul
 from ._ops.products.grouped_matmul import grouped_matmul as grouped_matmul
+from ._ops.products.matmul import matmul as matmul
 from ._ops.products.matmul_all_reduce import matmul_all_reduce as matmul_all_reduce
 from ._ops.products.matmul_all_to_all import matmul_all_to_all as matmul_all_to_all
 from ._ops.products.matmul_reduce_scatter import matmul_reduce_scatter as matmul_reduce_scatter

@@ -30,8 +30,11 @@ import pytest  # noqa: E402
 import suite_times  # noqa: E402
 
 import jflux  # noqa: E402
+from jflux import _config, _heap  # noqa: E402
+from jflux._call import explain, ffi_targets, plans  # noqa: E402
 from jflux._ops._spec import all_ops  # noqa: E402
 from jflux._ops.products import matmul_all_reduce  # noqa: E402
+from jflux._ranks import meshes  # noqa: E402
 
 # How many examples a property gets, as a percentage of what harness.examples is told. Both tiers
 # are deterministic; HYPOTHESIS_PROFILE=nightly draws new examples.
@@ -153,3 +156,24 @@ def small_sums():
 def heap():
     jflux.init(**HEAP)
     yield
+
+
+@pytest.fixture
+def lowered_without_gpus(monkeypatch):
+    """A function (f, *args) -> (the calls that f becomes, its program), lowered for GPUs that are
+    not here, the smallest of which has 114 multiprocessors."""
+    machine = plans.Machine(
+        "cuda", sm_count=114, link_gbps=320.0, heap_bytes=2 << 30, is_here=False
+    )
+    monkeypatch.setattr(_heap, "why_not_usable", lambda platform, mesh, table: None)
+    monkeypatch.setattr(plans, "machine_of", lambda platform, mesh: machine)
+    monkeypatch.setattr(meshes, "belongs_here", lambda mesh: False)
+    monkeypatch.setattr(ffi_targets, "register_targets", lambda platform: None)
+
+    def lower(f, *args):
+        recorder = explain._Recorder()
+        with _config.override(always=True, strict=True, recorder=recorder):
+            traced = jax.jit(f).trace(*args)
+            return recorder.calls, traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    return lower

@@ -44,6 +44,7 @@ SAMPLES = {
     "docs/quickstart.md": ["assert abs(y - expected).max() < 0.05"],
     "docs/api/index.md": ["assert jflux.__version__ and {functools, jnp, P}"],
     "docs/guide/calling.md": ["assert all(jnp.isfinite(a).all() for a in (y, h, z))"],
+    "docs/guide/eight_bits.md": ["assert y.dtype == jnp.bfloat16 and (y == 512).all()"],
     "docs/guide/expert_parallelism.md": [
         "assert y.shape == x.shape and bool(jnp.isfinite(y).all())"
     ],

@@ -15,7 +15,7 @@ from jflux import _native
 from jflux._call.explain import explain
 from jflux._call.plans import Machine, Path
 from jflux._ops._spec import all_ops
-from jflux._ops.products import all_gather_matmul, matmul_reduce_scatter
+from jflux._ops.products import all_gather_matmul, matmul_all_to_all
 from jflux._stress.calls import per_device
 
 pytestmark = pytest.mark.wide  # GPUs have no kernels for 8 bits yet
@@ -211,17 +211,21 @@ def test_gradients(x_dtype, w_dtype):
 def _planned(x_dtype, w_dtype, out, machine, module=all_gather_matmul):
     shapes = (jax.ShapeDtypeStruct((256, 512), x_dtype), jax.ShapeDtypeStruct((512, 512), w_dtype))
     fields = {"axis_names": ("tp",), "world": 2, "out_dtype": np.dtype(out), "results": ("y",)}
-    fields |= {"gather_dimension": 0, "scatter_dimension": 0, "transpose_rhs": True}
+    fields |= {"gather_dimension": 0, "split": 1, "concat": 0, "transpose_rhs": True}
     known = inspect.signature(module.Params).parameters
     params = module.Params(**{name: value for name, value in fields.items() if name in known})
     return module._op.plan(shapes, params, machine)
 
 
-def test_gpus_take_the_reference():
+def test_gpus_multiply_e4m3_alone():
+    taken = "float16, bfloat16, float8_e4m3fn"
     for x_dtype, w_dtype in PAIRS:
         plan = _planned(x_dtype, w_dtype, BF16, GPU)
-        assert plan.path == Path.REFERENCE and plan.unsupported
-        assert plan.reason == f"operands are {x_dtype}, the kernels take float16, bfloat16"
+        if x_dtype == E4M3:
+            assert plan.path == Path.FUSED
+        else:
+            assert plan.path == Path.REFERENCE and plan.unsupported
+            assert plan.reason == f"operands are {x_dtype}, the kernels take {taken}"
 
 
 def test_a_plan_names_all_formats():
@@ -239,7 +243,7 @@ def test_a_plan_names_all_formats():
 def test_other_products_refuse_them(x_dtype, w_dtype):
     halves = "float16, bfloat16"
     for machine, kernels in ((CPU, f"{halves}, float32, float64"), (GPU, halves)):
-        plan = _planned(x_dtype, w_dtype, BF16, machine, matmul_reduce_scatter)
+        plan = _planned(x_dtype, w_dtype, BF16, machine, matmul_all_to_all)
         assert plan.path == Path.REFERENCE
         assert plan.reason == f"operands are {x_dtype}, the kernels take {kernels}"
 
@@ -264,4 +268,5 @@ def test_collectives_move_them_and_sum_none(dtype):
 
 def test_the_spec_names_the_types():
     spec = all_ops()["all_gather_matmul"]
-    assert spec.takes("cpu", E4M3) and not spec.takes("cuda", E4M3)
+    assert spec.takes("cpu", E4M3) and spec.takes("cuda", E4M3)
+    assert spec.takes("cpu", S8) and not spec.takes("cuda", S8)

@@ -12,8 +12,8 @@ import pytest
 from harness import PLATFORM, each_call, make_mesh
 
 import jflux
-from jflux import _config, _heap, _native
-from jflux._call import explain, ffi_targets, plans, tuning_tables
+from jflux import _config, _native
+from jflux._call import plans, tuning_tables
 from jflux._call.plans import Machine, Path
 from jflux._call.tuning_tables import DECOMPOSED, Choice
 from jflux._ops.attention import all_gather_attention, decode_merge
@@ -31,7 +31,6 @@ from jflux._ops.products import (
     matmul_all_to_all,
     matmul_reduce_scatter,
 )
-from jflux._ranks import meshes
 from jflux._stress.calls import Call, operands, per_device
 
 GPU = Machine("cuda", sm_count=132, link_gbps=320.0, heap_bytes=2 << 30)
@@ -206,21 +205,12 @@ def test_leading_rows_are_planned_in_rank_order():
 
 
 @pytest.fixture
-def lowered_for_gpus(monkeypatch):
-    """A function (call) -> (the calls that it becomes, its program), lowered for GPUs that are not
-    here, the smallest of which has 114 multiprocessors."""
-    machine = dataclasses.replace(GPU, sm_count=114, is_here=False)
-    monkeypatch.setattr(_heap, "why_not_usable", lambda platform, mesh, table: None)
-    monkeypatch.setattr(plans, "machine_of", lambda platform, mesh: machine)
-    monkeypatch.setattr(meshes, "belongs_here", lambda mesh: False)
-    monkeypatch.setattr(ffi_targets, "register_targets", lambda platform: None)
+def lowered_for_gpus(lowered_without_gpus):
+    """A function (call) -> (the calls that it becomes, its program)."""
 
     def lower(call):
-        mesh, recorder = make_mesh((2,)), explain._Recorder()
-        f = jax.jit(per_device(mesh, call.bind("tp")))
-        with _config.override(always=True, strict=True, recorder=recorder):
-            traced = f.trace(*operands(call, mesh, "tp"))
-            return recorder.calls, traced.lower(lowering_platforms=("cuda",)).as_text()
+        mesh = make_mesh((2,))
+        return lowered_without_gpus(per_device(mesh, call.bind("tp")), *operands(call, mesh, "tp"))
 
     return lower
 
@@ -472,7 +462,7 @@ def test_formats_of_the_native_module():
     assert _product.DTYPES["cuda"] == {np.dtype(d) for d in halves}
 
     def why_not(*call):
-        return _native.why_not_dtypes("matmul_reduce_scatter", *call)
+        return _native.why_not_dtypes("grouped_matmul", *call)
 
     assert why_not("cuda", BF16) is why_not("cuda", BF16, F32) is why_not("cpu", F32) is None
     assert why_not("cuda", BF16, "float16") == (

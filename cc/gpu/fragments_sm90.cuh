@@ -15,7 +15,7 @@ namespace jflux {
 
 template <typename Config>
 struct Fragments {
-  using T = typename Config::T;
+  using T = typename Config::Result;
   static constexpr int kWarpBytes = Config::kStagingBytes / 4;
 
   // Writes one staging: both row halves, or in float32 the row half `round`.

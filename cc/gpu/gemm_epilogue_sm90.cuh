@@ -69,6 +69,21 @@ struct Bias {
   }
 };
 
+// Of operands of 8 bits: their scales, of y's rows and columns, if they have any.
+template <int kColumns, int kFirst = 0>
+struct Scale {
+  const float* const& rows;
+  const float* const& columns;
+  template <typename Block>
+  __device__ __forceinline__ void operator()(const Block& block) const {
+    if constexpr (Block::Config::kScaled) {
+      if (columns == nullptr) return;
+      ScaleM64<kColumns, kFirst>(block.acc, rows, columns, block.place.n0, block.place.Columns(),
+                                 [&](int r) { return block.place.RowAt(r, 1); });
+    }
+  }
+};
+
 template <int kColumns>
 struct Residual {
   const void* const& residual;
@@ -80,7 +95,7 @@ struct Residual {
     if (block.place.Path().IsFloat32()) {
       AddRows<float, kColumns>(block.acc, residual, block.place.n0, n, row_of);
     } else {
-      using T = typename Block::Config::T;
+      using T = typename Block::Config::Result;
       AddRows<T, kColumns>(block.acc, residual, block.place.n0, n, row_of);
     }
   }
@@ -135,7 +150,7 @@ struct Write {
       StoreM64F32<kColumns, kFirst>(block.acc, to, block.place.n0, n, row_of);
       return;
     }
-    using T = typename Block::Config::T;
+    using T = typename Block::Config::Result;
     const StagedM64 staged = block.staging.Acquire();
     StageM64<T, kColumns, kFirst>(block.acc, staged);
     if (path.IsStoredByTma()) {
@@ -179,7 +194,7 @@ __device__ __forceinline__ void StageTile(
 #pragma unroll
   for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
     if (!has_rows(staging.M64At(i))) continue;
-    StageM64<typename Config::T, Config::kSliceN>(acc[i], staging.Acquire());
+    StageM64<typename Config::Result, Config::kSliceN>(acc[i], staging.Acquire());
     staging.Publish();
   }
 }

@@ -3,7 +3,10 @@
 #ifndef JFLUX_GPU_GEMM_SMEM_CUH_
 #define JFLUX_GPU_GEMM_SMEM_CUH_
 
+#include <cuda_bf16.h>
+
 #include <cstdint>
+#include <type_traits>
 
 #include "core/format.h"
 #include "core/platform.h"
@@ -26,6 +29,11 @@ template <typename T_, int kTileN_, int kClusterM_, bool kTransposeRhs_, bool kM
           int kClusterK_ = 1, bool kTransposeLhs_ = false>
 struct GemmConfig {
   using T = T_;
+  // The 16-bit type in which results are staged.
+  using Result = std::conditional_t<sizeof(T) == 1, __nv_bfloat16, T>;
+  // Operands of 8 bits have scales, which the epilogue applies to their sums.
+  static constexpr bool kScaled = sizeof(T) == 1;
+  static_assert(!kScaled || (kTransposeRhs_ && !kTransposeLhs_));  // the instruction's operands
   static constexpr int kTileM = 128;
   static constexpr int kTileN = kTileN_;
   static constexpr int kTileK = kBlockBytes / sizeof(T);

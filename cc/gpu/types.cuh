@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 #include <type_traits>
@@ -25,6 +26,10 @@ struct CudaTypeOf<DType::kBF16> {
 template <>
 struct CudaTypeOf<DType::kF32> {
   using Type = float;
+};
+template <>
+struct CudaTypeOf<DType::kF8E4M3FN> {
+  using Type = __nv_fp8_e4m3;
 };
 template <DType kFormat>
 using CudaType = typename CudaTypeOf<kFormat>::Type;

@@ -123,8 +123,11 @@ template <typename Instances>
 bool LoadGemmInstances(std::string* error) {
   return ForFormats(Instances::kFormats.operands, [&](DType dtype) {
     return WithFormat<Instances::kFormats.operands>(dtype, [&](auto format) {
-      return GemmFamily<Instances, format(), false>::Load(error) &&
-             GemmFamily<Instances, format(), true>::Load(error);
+      bool loaded = GemmFamily<Instances, format(), true>::Load(error);
+      if constexpr (!FormatOf(format()).k_major) {
+        loaded = loaded && GemmFamily<Instances, format(), false>::Load(error);
+      }
+      return loaded;
     });
   });
 }
@@ -136,8 +139,10 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
            std::to_string(choice.cluster_m) + " and k in " + std::to_string(choice.splits);
   const LaunchInstance<Instances> launch{args, num_tiles, sm_count, choice.splits, stream, error};
   return WithFormat<Instances::kFormats.operands>(dtype, [&](auto format) {
-    return transpose_rhs ? GemmFamily<Instances, format(), true>::Launch(choice, launch)
-                         : GemmFamily<Instances, format(), false>::Launch(choice, launch);
+    if constexpr (!FormatOf(format()).k_major) {
+      if (!transpose_rhs) return GemmFamily<Instances, format(), false>::Launch(choice, launch);
+    }
+    return GemmFamily<Instances, format(), true>::Launch(choice, launch);
   });
 }
 
@@ -146,7 +151,8 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
   extern template struct GemmFamily<Instances, DType::kF16, false>;  \
   extern template struct GemmFamily<Instances, DType::kF16, true>;   \
   extern template struct GemmFamily<Instances, DType::kBF16, false>; \
-  extern template struct GemmFamily<Instances, DType::kBF16, true>
+  extern template struct GemmFamily<Instances, DType::kBF16, true>;  \
+  extern template struct GemmFamily<Instances, DType::kF8E4M3FN, true>
 
 // The tensor map of w as LoadB (gpu/gemm_operands_sm90.cuh) reads it. `halves`: w is half of a
 // tile's columns.

@@ -99,6 +99,12 @@ struct PlannedCall<kOp, kLaunch,
 
 inline int64_t CountOf(const ffi::AnyBuffer& b) { return static_cast<int64_t>(b.element_count()); }
 
+// The numbers of a float32 array of this size; null: it is none.
+inline const float* FloatsOf(const ffi::AnyBuffer& b, int64_t size) {
+  const bool fits = b.element_type() == ffi::F32 && CountOf(b) == size;
+  return fits ? static_cast<const float*>(b.untyped_data()) : nullptr;
+}
+
 // The fields that the params of all products have, from x [..., k], w [k, n] or [n, k], and y.
 // Empty if there is no such product. w is of x's format, or *w_dtype is set to its own, and 8 bits
 // are taken too.

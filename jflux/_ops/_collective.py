@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, assert_never
 
@@ -12,7 +13,7 @@ from jax import lax
 from numpy.lib.array_utils import normalize_axis_index
 
 from .._ranks.meshes import axes_and_groups
-from . import _lax
+from . import _lax, _scaled
 
 #: (dimension, ndim) -> the dimension, not negative; raises for one that there is not.
 axis = normalize_axis_index
@@ -69,8 +70,12 @@ class Collective:
         names, groups = axes_and_groups(axis_name)
         if groups is not None and len(groups[0]) == 1:
             return x
+        world = lax.axis_size(names) if groups is None else len(groups[0])
+        if isinstance(x, _scaled.Scaled):
+            send = functools.partial(self.lax, axis_name=axis_name)
+            return _scaled.exchange(x, world, self.split, self.concat, send)
         if self.is_of_nothing(x):
-            return self.of_nothing(x, lax.axis_size(names) if groups is None else len(groups[0]))
+            return self.of_nothing(x, world)
         over: dict[str, Any] = {"axis_name": names, "axis_index_groups": groups}
         if self.kind == "all_gather":
             return _lax.all_gather(x, axis=self.concat or 0, tiled=True, **over)

@@ -44,13 +44,18 @@ class Epilogue:
     """``y_i = activation(product_i + bias_i)``, or, gated, one
     ``y = activation(product_0 + bias_0) * (product_1 + bias_1)``.
 
+    Its operands are the biases, and, where products are scaled, the scale of their rows [..., m, 1]
+    and that of each one's columns [n].
+
     Attributes:
       biased: which products have a bias.
+      scaled: whether products are multiplied by scales first.
     """
 
     biased: tuple[bool, ...]
     activation: str | None = None
     gated: bool = False
+    scaled: bool = False
 
     @property
     def results(self) -> int:
@@ -64,7 +69,19 @@ class Epilogue:
 
     def before(self) -> Epilogue | None:
         """The same without the activation."""
-        return Epilogue(self.biased) if any(self.biased) else None
+        needed = any(self.biased) or self.scaled
+        return Epilogue(self.biased, scaled=self.scaled) if needed else None
+
+    def exact(self, out: np.dtype) -> np.dtype:
+        """The type of products before it: that of y, or that of sums if they are scaled."""
+        return sum_dtype(out) if self.scaled else out
+
+    def split(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[Any]]:
+        """(biases, scale of rows, scales of columns) of its operands."""
+        biases = sum(self.biased)
+        if not self.scaled:
+            return operands[:biases], None, [None] * len(self.biased)
+        return operands[:biases], operands[biases], operands[biases + 1 :]
 
 
 def of_each(bias: Any, products: int) -> tuple[Any, ...]:
@@ -116,15 +133,19 @@ def sum_dtype(out: np.dtype) -> np.dtype:
 
 
 def apply(
-    epilogue: Epilogue, products: Sequence[jax.Array], biases: Sequence[jax.Array], out: np.dtype
+    epilogue: Epilogue, products: Sequence[jax.Array], operands: Sequence[jax.Array], out: np.dtype
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """(all y, all sums of a product and its bias), rounded to `out`. `biases` are those that there
-    are."""
-    wide, rest = sum_dtype(out), iter(biases)
-    sums = [
-        p.astype(wide) + in_rows(next(rest).astype(wide), p) if biased else p.astype(wide)
-        for p, biased in zip(products, epilogue.biased, strict=True)
-    ]
+    """(all y, all sums of a product and its bias), rounded to `out`."""
+    wide = sum_dtype(out)
+    biases, of_rows, of_columns = epilogue.split(operands)
+    rest, sums = iter(biases), []
+    for product, biased, columns in zip(products, epilogue.biased, of_columns, strict=True):
+        total = product.astype(wide)
+        if columns is not None:
+            total = total * of_rows * in_rows(columns, product)
+        if biased:
+            total += in_rows(next(rest).astype(wide), product)
+        sums.append(total)
     return [y.astype(out) for y in _activate(epilogue, sums)], [s.astype(out) for s in sums]
 
 
@@ -156,15 +177,16 @@ def gradient(
 def bias_gradients(
     epilogue: Epilogue | None, dsums: Sequence[Any], types: Sequence[Any]
 ) -> list[jax.Array | None]:
-    """Those of the biases that there are, of these types: sums over all rows. What is None is zero,
-    or not wanted."""
+    """Those of its operands, of these types: of biases, sums over all rows; none of scales. What is
+    None is zero, or not wanted."""
     if epilogue is None:
         return []
     mine = [d for d, biased in zip(dsums, epilogue.biased, strict=True) if biased]
-    return [
+    of_biases = [
         None if d is None or b is None else sum_of_rows(d).astype(b.dtype)
-        for d, b in zip(mine, types, strict=True)
+        for d, b in zip(mine, types[: len(mine)], strict=True)
     ]
+    return of_biases + [None] * (len(types) - len(mine))
 
 
 def sum_of_rows(d: jax.Array) -> jax.Array:

@@ -12,6 +12,9 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from . import _scaled
+from ._scaled import Scaled
+
 #: `lax`'s own functions, whatever stands in their place later: a program may put jflux's there
 #: (``jax.lax.ragged_dot = jflux.nn.ragged_dot``), which hand calls back to these.
 all_gather = lax.all_gather
@@ -41,13 +44,16 @@ def dot_dtype(
 
 
 def matmul(
-    x: jax.Array,
-    w: jax.Array,
+    x: Any,
+    w: Any,
     preferred_element_type: DTypeLike | None,
     precision: lax.PrecisionLike,
     transpose_rhs: bool,
 ) -> jax.Array:
     """``x @ w``: x [..., k], w [k, n] or, with `transpose_rhs`, [n, k]."""
+    if isinstance(x, Scaled) and isinstance(w, Scaled):
+        y = _scaled.matmul(x, w, precision, transpose_rhs)
+        return y.astype(_scaled.result_dtype(preferred_element_type))
     contract = ((x.ndim - 1,), (1 if transpose_rhs else 0,))
     wanted = np.dtype(x.dtype if preferred_element_type is None else preferred_element_type)
     if jnp.int8 == x.dtype == w.dtype and jnp.issubdtype(wanted, jnp.floating):
@@ -77,6 +83,12 @@ def sum_of_products(
     transpose_rhs: bool,
 ) -> jax.Array:
     """The sum of ``x_i @ w_i``."""
+    if isinstance(xs[0], Scaled):
+        terms = [
+            _scaled.matmul(*pair, precision, transpose_rhs) for pair in zip(xs, ws, strict=True)
+        ]
+        total = functools.reduce(jnp.add, terms)
+        return total.astype(_scaled.result_dtype(preferred_element_type))
     x, w = end_to_end(xs, ws, transpose_rhs)
     return matmul(x, w, preferred_element_type, precision, transpose_rhs)
 

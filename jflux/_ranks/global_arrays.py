@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import math
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _config
+from .._ops import _scaled
 from .._ops._spec import Layout
 from .meshes import AxisName, as_tuple
 
@@ -83,24 +83,31 @@ def with_specs(
     check_vma: bool = False,
 ) -> Any:
     """:func:`over_global_arrays` with the operands' and results' shardings as such. Operands that
-    are sequences or pytrees have one spec for all; None is none."""
+    are sequences or pytrees have one spec for all, which is that of values where there are scales;
+    None is none."""
     arrays = {argument: jax.tree.leaves(operand) for argument, operand in operands.items()}
     mesh = _mesh_for(mesh, *itertools.chain(*arrays.values()))
     missing = [n for n in as_tuple(axis_name) if n not in mesh.axis_names]
     if missing:
         raise ValueError(f"{axis_name=} names {missing}, but the mesh has axes {mesh.axis_names}")
-    for argument, those in arrays.items():
-        for array in those:
-            _check_divides(f"jflux.{name}: {argument}", array, specs[argument], mesh)
+    of_leaves: dict[str, Any] = {}
+    for argument, operand in operands.items():
+        what = f"jflux.{name}: {argument}"
+        for one in jax.tree.leaves(operand, is_leaf=lambda leaf: isinstance(leaf, _scaled.Scaled)):
+            values = one.values if isinstance(one, _scaled.Scaled) else one
+            _check_divides(what, values, specs[argument], mesh)
+        of_leaves[argument] = _scaled.specs(what, operand, specs[argument], mesh)
     if AxisType.Explicit in mesh.axis_types:  # else shard_map brings them into place
         operands = {
             argument: jax.tree.map(
-                functools.partial(_reshard, mesh=mesh, spec=specs[argument]), operand
+                lambda array, spec: _reshard(array, mesh=mesh, spec=spec),
+                operand,
+                of_leaves[argument],
             )
             for argument, operand in operands.items()
         }
     mapped = jax.shard_map(
-        lambda operands: op(**operands), mesh=mesh, in_specs=(dict(specs),), out_specs=out_specs,
+        lambda operands: op(**operands), mesh=mesh, in_specs=(of_leaves,), out_specs=out_specs,
         check_vma=check_vma,
     )  # fmt: skip
     if all(0 in array.shape for those in arrays.values() for array in those):

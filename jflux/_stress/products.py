@@ -12,7 +12,9 @@ import numpy as np
 
 import jflux
 
+from .._call import plans
 from .._ops._spec import OpSpec, ops_with_checked_kernels
+from .._ops.products import _product
 from . import calls
 from .calls import HALVES, Call
 from .cases import FLOATS, ROWS, SIZES, Case, Data, K, N, Output, Place, sums_of
@@ -81,6 +83,57 @@ def product(rng: random.Random, place: Place, *, spec: OpSpec | None = None, **f
         is_xlas=place.world == 1 or call.is_exchange,  # an all-to-all may be two calls as well
         most_bytes=4 * place.world * math.prod(call.lead) * max(call.n, call.k),
     )
+
+
+def scaled(rng: random.Random, place: Place) -> Case:
+    """A product of e4m3 with scales of rows and columns, or one scale for each rank, in a kernel.
+    Values that a kernel reads along another axis, or scales of other rows, are far off."""
+    ops = ["all_gather_matmul"] + ["matmul_reduce_scatter"] * (place.platform != "cpu")
+    lead = (*rng.choice([(), (), (2,)]), rng.choice(ROWS))
+    out = rng.choice([jnp.bfloat16, jnp.bfloat16, jnp.float32])
+    call = Call(
+        rng.choice(ops), lead, rng.choice(K), rng.choice(N), rng.randrange(len(lead)),
+        jnp.float8_e4m3fn, out, transpose_rhs=rng.random() < 0.5,
+    )  # fmt: skip
+    by_row, by_column = rng.random() < 0.7, rng.random() < 0.7
+    f = call.bind(place.axis_name)
+
+    def body(x: Any, x_scale: Any, w: Any, w_scale: Any) -> Any:
+        return f(jflux.Scaled(x, x_scale), jflux.Scaled(w, w_scale))
+
+    def make(seed: int) -> Data:
+        draws = np.random.default_rng(seed + 2)
+        mesh, axis = place.mesh, place.axis_name
+        x, w = calls.operands(call, mesh, axis, seed=seed)
+
+        def scale_of(a: np.ndarray, each: bool, along_k: int) -> np.ndarray:
+            ndim = len(a.shape) - mesh.devices.ndim
+            shape = list(a.shape) if each else [*mesh.devices.shape, *[1] * ndim]
+            shape[along_k] = 1
+            return np.exp2(draws.uniform(-3, 3, shape)).astype(np.float32)
+
+        scales = scale_of(x, by_row, -1), scale_of(w, by_column, -1 if call.transpose_rhs else -2)
+        wide = [a.astype(np.float32) * s for a, s in zip((x, w), scales, strict=True)]
+        want = calls.exact(call, mesh, axis, *wide)
+        scale = calls.exact(call, mesh, axis, *(abs(a) for a in wide))
+        terms = call.terms(place.world)
+        # Tensor cores keep fewer bits of sums of 8-bit floats than float32 has.
+        dtype = np.dtype(jnp.bfloat16 if place.platform == "cuda" else out)
+        return (x, scales[0], w, scales[1]), [Output(want, scale, dtype, terms)]
+
+    return place.case(
+        call.op,
+        f"{call.op} {call} with scales {by_row=} {by_column=} {np.dtype(out).name}",
+        body,
+        make,
+        is_xlas=place.world == 1,
+        most_bytes=4 * place.world * math.prod(call.lead) * max(call.n, call.k),
+    )
+
+
+def scaled_is_checked(place: Place) -> bool:
+    """Whether kernels take such products here."""
+    return place.platform == "cpu" or plans.why_unchecked(_product.EIGHT_BITS_CHECKED) is None
 
 
 def large_sum(rng: random.Random, place: Place) -> Case:

@@ -100,7 +100,8 @@ bool AllGatherMatmulCpu(const AllGatherMatmulParams& params, const CpuTiling& ti
                         const AllGatherMatmulArrays& arrays, const SymmetricView& view,
                         uint64_t epoch, const WaitContext& ctx);
 
-inline constexpr OpFormats kAllGatherMatmulFormats{kHalves, SetOf(DType::kF32)};
+inline constexpr OpFormats kAllGatherMatmulFormats{kHalves | SetOf(DType::kF8E4M3FN),
+                                                   SetOf(DType::kBF16, DType::kF32)};
 inline constexpr OpFormats kAllGatherMatmulCpuFormats{
     kWideFormats | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
     SetOf(DType::kF16, DType::kBF16, DType::kF32, DType::kS32)};
@@ -141,13 +142,15 @@ struct AllGatherMatmulOperands {
     const void* w;  // [k, n], or [n, k] if transpose_rhs
     void* y;        // [outer, world * inner, n]
     int64_t n;
-    const float* bias;  // [n], or null
-    void* sums;         // as y, of what the activation is applied to; or null
+    const float* bias;             // [n], or null
+    void* sums;                    // as y, of what the activation is applied to; or null
+    const float* scale = nullptr;  // [n], of w; of operands of 8 bits
   } products[kMaxWeights];
   int32_t weights;
   Activation activation;
   bool gated;
-  void* gathered;  // or null
+  void* gathered;                  // or null
+  const float* x_scale = nullptr;  // [outer, world * inner], of all ranks' rows
 };
 
 // Enqueues the call on `stream`. params.n is the columns of all weights.

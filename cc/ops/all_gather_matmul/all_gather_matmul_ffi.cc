@@ -40,11 +40,13 @@ struct Attributes : ProductAttributes {
   int64_t activation = 0;  // number of an Activation
   Int64s biased;           // for each weight, 1 if it has a bias
   bool gated = false;
+  bool scaled = false;  // products are multiplied by scales of rows and columns
   bool sums = false;
 
   void Read(AttributeReader& read) {
     ProductAttributes::Read(read);
-    read("activation", &activation)("biased", &biased)("gated", &gated)("sums", &sums);
+    read("activation", &activation)("biased", &biased)("gated", &gated)("scaled", &scaled)("sums",
+                                                                                           &sums);
   }
 };
 
@@ -70,7 +72,7 @@ struct CallOnCpu : TiledCall<kAllGatherMatmulId, AllGatherMatmulCpu> {
                    ffi::RemainingRets results) {
     if (!IsCpuPlan(a.choice, a.senders)) return kMalformed;
     if (a.activation != 0 || a.gated || a.sums ||
-        std::count(a.biased.begin(), a.biased.end(), 1) != 0 || rest.size() != 1 ||
+        std::count(a.biased.begin(), a.biased.end(), 1) != 0 || a.scaled || rest.size() != 1 ||
         results.size() < 1 || results.size() > 2) {
       return kDoNotFit;
     }
@@ -94,14 +96,16 @@ struct CallOnCpu : TiledCall<kAllGatherMatmulId, AllGatherMatmulCpu> {
 struct CallOnCuda : PlannedCall<kAllGatherMatmulId, LaunchAllGatherMatmul> {
   std::string Read(const Attributes& a, ffi::AnyBuffer x, ffi::RemainingArgs rest,
                    ffi::RemainingRets results) {
-    // Operands x, w_0 .. w_p-1, and a bias for each of them that is `biased`. Results: all y (of
+    // Operands x, w_0 .. w_p-1, a bias for each of them that is `biased`, and, if they are
+    // `scaled`, the scale of all rows of y and one of the columns of each w. Results: all y (of
     // which there is one if they are gated), p sums if there are `sums`, and perhaps the gathered
     // x.
     const size_t count = a.biased.size(), products = a.gated ? 1 : count;
     const size_t biases = std::count(a.biased.begin(), a.biased.end(), 1);
     const size_t computed = products + (a.sums ? count : 0);
     const bool gathered = results.size() == computed + 1;
-    if (count < 1 || count > kMaxWeights || rest.size() != count + biases ||
+    if (count < 1 || count > kMaxWeights ||
+        rest.size() != count + biases + (a.scaled ? 1 + count : 0) ||
         results.size() != computed + (gathered ? 1 : 0) || (a.gated && count != 2) ||
         !IsActivation(a.activation)) {
       return kDoNotFit;
@@ -110,6 +114,9 @@ struct CallOnCuda : PlannedCall<kAllGatherMatmulId, LaunchAllGatherMatmul> {
     arrays.weights = static_cast<int32_t>(count);
     arrays.activation = static_cast<Activation>(a.activation);
     arrays.gated = a.gated;
+    const auto floats = [&](size_t i, int64_t size) {
+      return FloatsOf(*rest.get<ffi::AnyBuffer>(i), size);
+    };
     size_t next_bias = count;
     int64_t columns = 0;
     for (size_t i = 0; i < count; ++i) {
@@ -118,17 +125,21 @@ struct CallOnCuda : PlannedCall<kAllGatherMatmulId, LaunchAllGatherMatmul> {
       const auto product_params = ParamsOf(a, x, w, *y, gathered);
       if (!product_params) return kDoNotFit;
       p = *product_params;
+      if (!WhyNoKernel(p).empty()) return kNoKernel;
+      if (a.scaled && SizeOf(p.dtype) != 1) return kDoNotFit;
       auto& product = arrays.products[i];
       product.w = w.untyped_data();
       product.y = y->untyped_data();
       product.n = p.n;
       if (a.sums) product.sums = (*results.get<ffi::AnyBuffer>(products + i))->untyped_data();
       if (a.biased[i] == 1) {
-        const auto bias = *rest.get<ffi::AnyBuffer>(next_bias++);
-        if (bias.element_type() != ffi::F32 || static_cast<int64_t>(bias.element_count()) != p.n) {
-          return "a bias does not fit";
-        }
-        product.bias = static_cast<const float*>(bias.untyped_data());
+        product.bias = floats(next_bias++, p.n);
+        if (product.bias == nullptr) return "a bias does not fit";
+      }
+      if (a.scaled) {
+        arrays.x_scale = floats(count + biases, p.rows.Total());
+        product.scale = floats(count + biases + 1 + i, p.n);
+        if (arrays.x_scale == nullptr || product.scale == nullptr) return "a scale does not fit";
       }
       columns += p.n;
     }

@@ -26,6 +26,7 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
     args.y_data[i] = operands.products[i].y;
     args.sums_data[i] = operands.products[i].sums;
     args.bias[i] = operands.products[i].bias;
+    args.w_scale[i] = operands.products[i].scale;
     args.n[i] = operands.products[i].n;
     args.first_tile[i] = grid.tiles_n;
     grid.tiles_n += static_cast<int32_t>(CeilDiv<int64_t>(args.n[i], choice.tile_n));
@@ -50,6 +51,7 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.send_group = few ? 0 : choice.group_m * choice.cluster_m;
   args.senders = plan.senders;
   args.out_f32 = p.out_dtype == DType::kF32;
+  args.x_scale = operands.x_scale;
   args.no_epilogue =
       !args.out_f32 && args.rows.outer == 1 && !args.gated && args.activation == Activation::kNone;
   for (int i = 0; i < args.weights; ++i) {
@@ -82,7 +84,7 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
     const int64_t n = args.n[i];
     const auto encode_result = [&](CUtensorMap* map, void* data) {
       if (args.out_f32 || data == nullptr) return true;
-      return EncodeTensorMap(map, p.dtype, data, {p.rows.Total(), n}, {n},
+      return EncodeTensorMap(map, p.out_dtype, data, {p.rows.Total(), n}, {n},
                              {64, StoreColumns(choice)}, error);
     };
     if (!encode_result(&args.y[i], args.y_data[i]) ||

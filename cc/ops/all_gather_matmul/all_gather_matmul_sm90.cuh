@@ -142,7 +142,8 @@ struct AllGatherMatmulSm90 {
     static __device__ void Finish(const Args& args, const CallContext&,
                                   StagingWriter<Config>& staging, Slices<Config>& acc,
                                   int32_t row_block, Tile tile, AwaitPartials&&) {
-      if (args.no_epilogue) {  // short code path: instruction fetches are latency too
+      if (!Config::kScaled &&
+          args.no_epilogue) {  // short code path: instruction fetches are latency too
         StageTile(staging, acc, [&](int m64) { return HasRows(args, row_block, m64); });
         return;
       }
@@ -175,7 +176,9 @@ struct AllGatherMatmulSm90 {
       if constexpr (Config::kTwoWeights) {
         if (args.gated) {
           constexpr int kHalf = Config::kTileN / 2;
-          Apply(block, step::Bias<kHalf>{args.bias[0]}, step::Bias<kHalf, kHalf>{args.bias[1]},
+          Apply(block, step::Scale<kHalf>{args.x_scale, args.w_scale[0]},
+                step::Scale<kHalf, kHalf>{args.x_scale, args.w_scale[1]},
+                step::Bias<kHalf>{args.bias[0]}, step::Bias<kHalf, kHalf>{args.bias[1]},
                 step::SaveHalves<kHalf>{args.sums_data[0], args.sums_data[1]},
                 step::Activate<kHalf>{args.activation}, step::Gate<kHalf>{},
                 step::Write<kHalf>{args.y_data[0]});
@@ -185,8 +188,9 @@ struct AllGatherMatmulSm90 {
       // Save and Write share no code: a loop over both would halve it, and spill 2 KB of registers.
       constexpr int kN = Config::kSliceN;
       const int i = columns.weight;
-      Apply(block, step::Bias<kN>{args.bias[i]}, step::Save<kN>{args.sums_data[i]},
-            step::Activate<kN>{args.activation}, step::Write<kN>{args.y_data[i]});
+      Apply(block, step::Scale<kN>{args.x_scale, args.w_scale[i]}, step::Bias<kN>{args.bias[i]},
+            step::Save<kN>{args.sums_data[i]}, step::Activate<kN>{args.activation},
+            step::Write<kN>{args.y_data[i]});
     }
 
     static __device__ void Store(const Args& args, const CallContext& call,

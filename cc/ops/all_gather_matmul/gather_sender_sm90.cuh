@@ -57,7 +57,9 @@ struct AllGatherMatmulArgs {
   CUtensorMap gathered_rows;      // `gathered`, to store boxes
   struct {
     int32_t m, n;
-  } first[kMostSms];  // order.At(i), the static first tile of cluster i
+  } first[kMostSms];                  // order.At(i), the static first tile of cluster i
+  const float* x_scale;               // of all rows of y; of operands of 8 bits
+  const float* w_scale[kMaxWeights];  // of all columns
 };
 static_assert(sizeof(AllGatherMatmulArgs) <= 4096);  // the limit for kernel arguments
 

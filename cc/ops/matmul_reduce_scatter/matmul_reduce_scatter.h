@@ -118,7 +118,8 @@ bool ScatterTilesCpu(const MatmulReduceScatterParams& params, const ScatterTilin
                      const SymmetricView& view, const CpuHalf& half, const WaitContext& ctx,
                      const std::function<void(Tile)>& finished);
 
-inline constexpr OpFormats kMatmulReduceScatterFormats{kHalves, SetOf(DType::kF32)};
+inline constexpr OpFormats kMatmulReduceScatterFormats{kHalves | SetOf(DType::kF8E4M3FN),
+                                                       SetOf(DType::kBF16, DType::kF32)};
 inline std::string WhyNoKernel(const MatmulReduceScatterParams& p,
                                FormatSet machine = kWgmmaFormats) {
   if (p.rows.outer > 1 && p.rows.inner % kGemmTileM != 0) return kStraddlingTiles;
@@ -166,6 +167,10 @@ struct MatmulReduceScatterOperands {
   void* y;               // [outer, inner, n]
   const float* bias;     // [n], or null
   const void* residual;  // as y, or null
+  // Of operands of 8 bits, of which there is one term: the scales of x's rows [outer, world *
+  // inner] and of w's columns [n].
+  const float* x_scale = nullptr;
+  const float* w_scale = nullptr;
 };
 
 // Enqueues the call on `stream`. params.k is that of all terms. With outer > 1, inner must be a

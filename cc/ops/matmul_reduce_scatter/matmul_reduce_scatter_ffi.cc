@@ -33,10 +33,11 @@ bool PlanMatmulReduceScatter(CallReader& reader, const Machine& machine, Fields*
 
 struct Attributes : ProductAttributes {
   bool adds_bias = false, adds_residual = false;
+  bool scaled = false;  // the product of the one term is multiplied by scales of rows and columns
 
   void Read(AttributeReader& read) {
     ProductAttributes::Read(read);
-    read("adds_bias", &adds_bias)("adds_residual", &adds_residual);
+    read("adds_bias", &adds_bias)("adds_residual", &adds_residual)("scaled", &scaled);
   }
 };
 
@@ -45,9 +46,10 @@ struct Attributes : ProductAttributes {
 std::optional<MatmulReduceScatterParams> ParamsOf(const ProductAttributes& a,
                                                   const ffi::AnyBuffer& x, const ffi::AnyBuffer& w,
                                                   const ffi::AnyBuffer& y) {
-  const auto p = ProductOf<MatmulReduceScatterParams>(a, x, w, y);
-  if (!p || CountOf(x) != p->rows.Total() * p->k || CountOf(w) != p->k * p->n ||
-      CountOf(y) != p->rows.PerRank() * p->n) {
+  DType w_dtype{};
+  const auto p = ProductOf<MatmulReduceScatterParams>(a, x, w, y, &w_dtype);
+  if (!p || w_dtype != p->dtype || CountOf(x) != p->rows.Total() * p->k ||
+      CountOf(w) != p->k * p->n || CountOf(y) != p->rows.PerRank() * p->n) {
     return std::nullopt;
   }
   return p;
@@ -57,10 +59,10 @@ std::optional<MatmulReduceScatterParams> ParamsOf(const ProductAttributes& a,
 struct CallOnCpu : TiledCall<kMatmulReduceScatterId, MatmulReduceScatterCpu> {
   std::string Read(const Attributes& a, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> y) {
     if (!IsCpuPlan(a.choice, a.senders)) return kMalformed;
-    if (args.size() != 2 || a.adds_bias || a.adds_residual) return kDoNotFit;
+    if (args.size() != 2 || a.adds_bias || a.adds_residual || a.scaled) return kDoNotFit;
     const auto x = *args.get<ffi::AnyBuffer>(0), w = *args.get<ffi::AnyBuffer>(1);
     const auto params = ParamsOf(a, x, w, *y);
-    if (!params) return kDoNotFit;
+    if (!params || !Has(kWideFormats, params->dtype)) return kDoNotFit;
     p = *params;
     arrays = {x.untyped_data(), w.untyped_data(), y->untyped_data()};
     return "";
@@ -72,10 +74,12 @@ struct CallOnCpu : TiledCall<kMatmulReduceScatterId, MatmulReduceScatterCpu> {
 
 struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatter> {
   std::string Read(const Attributes& a, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> y) {
-    // Operands x_0 .. x_p-1, w_0 .. w_p-1, and perhaps the bias and the residual.
-    const size_t added = (a.adds_bias ? 1 : 0) + (a.adds_residual ? 1 : 0);
+    // Operands x_0 .. x_p-1, w_0 .. w_p-1, and perhaps the bias, the residual, and the scales of
+    // x's rows and w's columns.
+    const size_t added = (a.adds_bias ? 1 : 0) + (a.adds_residual ? 1 : 0) + (a.scaled ? 2 : 0);
     const size_t count = args.size() < added ? 0 : (args.size() - added) / 2;
-    if (count < 1 || count > kMaxWeights || args.size() != 2 * count + added) {
+    if (count < 1 || (a.scaled && count > 1) || count > kMaxWeights ||
+        args.size() != 2 * count + added) {
       return kDoNotFit;
     }
     arrays.terms = static_cast<int32_t>(count);
@@ -90,20 +94,27 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
       k += p.k;
     }
     p.k = k;
+    const auto floats = [&](size_t i, int64_t size) {
+      return FloatsOf(*args.get<ffi::AnyBuffer>(i), size);
+    };
+    size_t next = 2 * count;
     if (a.adds_bias) {
-      const auto bias = *args.get<ffi::AnyBuffer>(2 * count);
-      if (bias.element_type() != ffi::F32 || static_cast<int64_t>(bias.element_count()) != p.n) {
-        return "the bias does not fit";
-      }
-      arrays.bias = static_cast<const float*>(bias.untyped_data());
+      arrays.bias = floats(next++, p.n);
+      if (arrays.bias == nullptr) return "the bias does not fit";
     }
     if (a.adds_residual) {
-      const auto residual = *args.get<ffi::AnyBuffer>(args.size() - 1);
+      const auto residual = *args.get<ffi::AnyBuffer>(next++);
       if (residual.element_type() != y->element_type() ||
           residual.element_count() != y->element_count()) {
         return "the residual does not fit";
       }
       arrays.residual = residual.untyped_data();
+    }
+    if (a.scaled) {
+      if (SizeOf(p.dtype) != 1) return kDoNotFit;
+      arrays.x_scale = floats(next, p.rows.Total());
+      arrays.w_scale = floats(next + 1, p.n);
+      if (arrays.x_scale == nullptr || arrays.w_scale == nullptr) return "a scale does not fit";
     }
     if (!ReadPlan(a) || !WhyNoKernel(p).empty() ||
         !SharesK(plan.choice, p.rows.Total(), arrays.products[0].k * SizeOf(p.dtype),

@@ -54,14 +54,16 @@ struct MatmulReduceScatterArgs {
   // 4-d: k, inner, outer, world; with outer == 1 all rows are `inner`.
   CUtensorMap x[kMaxWeights];
   CUtensorMap w[kMaxWeights];
-  CUtensorMap y;  // 16-bit types
+  CUtensorMap y;         // 16-bit types
+  const float* x_scale;  // of all rows; of operands of 8 bits
+  const float* w_scale;  // of all columns
 };
 
 template <typename Config_>
 struct MatmulReduceScatterSm90 {
   using Config = Config_;
   using Args = MatmulReduceScatterArgs;
-  using T = typename Config::T;
+  using T = typename Config::Result;
 
   using Schedule = OrderedTiles<Counted>;
 
@@ -173,6 +175,18 @@ struct MatmulReduceScatterSm90 {
     static __device__ void Finish(const Args& args, const CallContext& call,
                                   StagingWriter<Config>& staging, Slices<Config>& acc,
                                   int32_t row_block, Tile tile, AwaitPartials&& await_partials) {
+      if constexpr (Config::kScaled) {
+#pragma unroll
+        for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
+          if (args.w_scale == nullptr) break;
+          const int64_t row0 =
+              static_cast<int64_t>(row_block) * Config::kTileM + staging.M64At(i) * 64;
+          ScaleM64<Config::kSliceN>(
+              acc[i], args.x_scale, args.w_scale, FirstColumn<Config>(tile), args.n, [&](int r) {
+                return row0 + r < args.rows.Total() ? args.rows.Actual(row0 + r) : -1;
+              });
+        }
+      }
       // Send before waiting: a peer may be waiting for this partial tile while this rank waits for
       // the peer's partial tile of the same tile.
 #pragma unroll
@@ -360,12 +374,14 @@ inline bool MakeScatterArgs(const MatmulReduceScatterParams& p,
   args->n = p.n;
   args->num_tiles = grid.tiles_m * grid.tiles_n;
   args->out_f32 = p.out_dtype == DType::kF32;
+  args->x_scale = operands.x_scale;
+  args->w_scale = operands.w_scale;
   const Rows& r = p.rows;
   // Actual row = (o * world + rank) * inner + i. With outer == 1 the rows form one range.
   const bool flat = r.outer == 1;
   const int64_t inner = flat ? r.Total() : r.inner, world = flat ? 1 : r.world;
-  if (!args->out_f32 && !EncodeTensorMap(&args->y, p.dtype, operands.y, {r.PerRank(), p.n}, {p.n},
-                                         {64, StoreColumns(choice)}, error)) {
+  if (!args->out_f32 && !EncodeTensorMap(&args->y, p.out_dtype, operands.y, {r.PerRank(), p.n},
+                                         {p.n}, {64, StoreColumns(choice)}, error)) {
     return false;
   }
   const int box_rows = BoxRows(p.rows.Total());

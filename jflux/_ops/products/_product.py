@@ -3,6 +3,7 @@ _product_plan.py plans them."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -17,16 +18,18 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from ... import _config, _native
+from ..._call import plans
+from ..._call.plans import Arrays, Machine
 from ..._native import MAX_RANKS, MAX_WEIGHTS
 from ..._ranks import meshes
-from .. import _lax
+from .. import _lax, _scaled
 from .._spec import Layout
 from ._product_plan import padded
 
 #: The name that `jax.checkpoint` policies know a product's y by, where it has no activation.
 PRODUCT = "jflux_product"
 #: The product whose types the others take, but for those that name their own.
-USUAL = "matmul_reduce_scatter"
+USUAL = "grouped_matmul"
 
 
 def dtypes(op: str = USUAL) -> dict[str, frozenset[np.dtype]]:
@@ -36,6 +39,9 @@ def dtypes(op: str = USUAL) -> dict[str, frozenset[np.dtype]]:
 
 DTYPES = dtypes()
 
+#: Why `lax` takes a call of operands with scales.
+NO_KERNEL_SCALES = "no kernel takes operands with a scale yet"
+NO_KERNEL_BLOCKS = "no kernel takes scales with several entries along k yet"
 #: Why `lax` takes a call under ``check_vma=True``.
 NO_KERNEL_REDUCES = "{}: kernels have no types of sums that are still to be made"
 
@@ -51,10 +57,14 @@ class Options(TypedDict, total=False):
     x_spec: PartitionSpec | None
 
 
-def is_for_lax(op: str, axis_name: meshes.AxisName, *operands: Any) -> bool:
-    """Whether `lax` takes a call, which it does in three cases:
+def is_for_lax(
+    op: str, axis_name: meshes.AxisName, *operands: Any, no_kernel: str | None = NO_KERNEL_SCALES
+) -> bool:
+    """Whether `lax` takes a call, which it does in four cases:
 
     - the axis has one rank, or is `vmap`'s;
+    - operands have scales (:class:`jflux.Scaled`), and `no_kernel` says why kernels do not take
+      them;
     - an operand is "unreduced": the sum over ranks is still to be made;
     - an operand is "reduced": the sum over ranks of its gradient is still to be made. Along axes
       other than the call's, along which another operand varies, it can be cast to vary instead.
@@ -63,6 +73,9 @@ def is_for_lax(op: str, axis_name: meshes.AxisName, *operands: Any) -> bool:
         return True
     if not meshes.is_manual(axis_name):
         _config.fall_back(op, f"axis {axis_name!r} is vmap's, not a mesh's")
+        return True
+    if no_kernel is not None and any(isinstance(a, _scaled.Scaled) for a in operands):
+        _config.fall_back(op, no_kernel)
         return True
     arrays = [a for a in operands if isinstance(a, jax.Array)]
     types = [jax.typeof(a) for a in arrays]
@@ -115,7 +128,7 @@ def check_operands(op: str, x: Any, w: Any, dimension: int, dimension_name: str)
 def check_contraction(
     op: str,
     x: Any,
-    w: jax.Array,
+    w: Any,
     layout: Layout,
     axis_name: meshes.AxisName,
     *,
@@ -165,6 +178,8 @@ def out_dtype(
 ) -> np.dtype:
     """The type of all results: that of `lax.dot_general`, which the reference calls and which
     checks `precision`."""
+    if _scaled.any_of(*operands):
+        return _scaled.result_dtype(preferred_element_type)
     dtypes = sorted({np.dtype(a.dtype).name for a in operands})
     if preferred_element_type is None and len(operands) > 2 and len(dtypes) > 1:
         raise TypeError(
@@ -204,7 +219,7 @@ def _no_tangents(op: str, primals: Any, tangents: Any) -> Any:
     )
 
 
-def constant_if_whole(out: np.dtype, *operands: jax.Array) -> list[jax.Array]:
+def constant_if_whole(out: np.dtype, *operands: Any) -> list[Any]:
     """The operands of a call with results of this type, without gradients if that is one of whole
     numbers: `jax.custom_jvp` would ask for their tangents."""
     if jnp.issubdtype(out, jnp.inexact):
@@ -223,6 +238,20 @@ def kernel_takes(
     if world > MAX_RANKS:
         return f"{world} ranks, kernels take up to {MAX_RANKS}"
     return None
+
+
+#: Whether kernels that multiply 8 bits have passed all checks on GPUs.
+EIGHT_BITS_CHECKED = False
+
+
+def why_unchecked(arrays: Arrays, params: Any, machine: Machine) -> str | None:
+    """Why kernels do not take a product of 8 bits, or not yet, or None."""
+    if not machine.on_gpus or arrays[0].dtype.itemsize > 1:
+        return None
+    wanted = params.precision if isinstance(params.precision, tuple) else (params.precision,)
+    if lax.Precision.HIGHEST in wanted:
+        return "tensor cores keep fewer bits of sums of 8-bit floats than precision=HIGHEST wants"
+    return plans.why_unchecked(EIGHT_BITS_CHECKED)
 
 
 def why_no_kernel(
@@ -249,9 +278,7 @@ def total_rows(x: Any) -> int:
     return math.prod(x.shape[:-1])
 
 
-def zeros(
-    shape: tuple[int, ...], dtype: Any, *like: jax.Array, over: meshes.AxisName = ()
-) -> jax.Array:
+def zeros(shape: tuple[int, ...], dtype: Any, *like: Any, over: meshes.AxisName = ()) -> jax.Array:
     """Zeros that depend on nothing, and vary as the result of an op over these axes, of the
     operands `like`."""
     return meshes.vary(jnp.zeros(shape, dtype), meshes.varying(like) | meshes.tracked(over))
@@ -284,7 +311,14 @@ PADDED = "k and n are padded, to rows of whole 64 bytes"
 RANK_MAJOR = "rows are put in rank order first"
 SIDE_BY_SIDE = "weights are put side by side first"
 END_TO_END = "terms are put end to end first"
+K_MAJOR = "w is transposed first: tensor cores take operands of 8 bits along k alone"
 EPILOGUE_AFTER = "XLA applies the epilogue after the kernel"
+
+
+def also_prepared(params: Any, how: str) -> Any:
+    """Params of a call that was prepared so, after what it was prepared by before."""
+    before = [] if params.prepared is None else [params.prepared]
+    return dataclasses.replace(params, prepared=", ".join([*before, how]))
 
 
 def pad_last(array: Any, dimensions: int, dtype: Any) -> Any:

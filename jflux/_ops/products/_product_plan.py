@@ -165,6 +165,11 @@ def why_decomposed(
 PADDED_TO = 4 * VECTOR_BYTES
 
 
+def is_k_major(dtype: np.dtype) -> bool:
+    """Whether tensor cores take operands of this type along k alone, so that w is [n, k]."""
+    return dtype.name in _native.FORMATS and _native.FORMATS[dtype.name].k_major
+
+
 def vector(dtype: np.dtype) -> int:
     """Elements of a vector."""
     return VECTOR_BYTES // dtype.itemsize
@@ -185,7 +190,8 @@ def in_whole_vectors(sizes: Sizes) -> Sizes:
     first_k = pad(sizes.first_k)
     k = first_k + pad(sizes.k - sizes.first_k)
     n = 2 * pad(sizes.n // 2) if sizes.gated else pad(sizes.n)
-    return dataclasses.replace(sizes, first_k=first_k, k=k, n=n)
+    transposed = sizes.transpose_rhs or is_k_major(sizes.dtype)
+    return dataclasses.replace(sizes, first_k=first_k, k=k, n=n, transpose_rhs=transposed)
 
 
 def in_rank_order(sizes: Sizes) -> Sizes:

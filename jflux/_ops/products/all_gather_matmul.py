@@ -24,10 +24,11 @@ from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from ..._ranks.node_levels import Levels
-from .. import _epilogue, _lax, _two_level, _two_level_plan
+from .. import _epilogue, _lax, _scaled, _two_level, _two_level_plan
 from .._collective import Collective, axis
 from .._epilogue import Epilogue
 from .._lax import several
+from .._scaled import Operand, Scaled
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import exchange
 from . import _product, _product_plan
@@ -75,8 +76,8 @@ class Options(_product.Options, total=False):
 
 @overload
 def all_gather_matmul(
-    x: jax.Array,
-    w: jax.Array,
+    x: Operand,
+    w: Operand,
     *,
     return_gathered: Literal[False] = ...,
     gated: Literal[False] = ...,
@@ -84,8 +85,8 @@ def all_gather_matmul(
 ) -> jax.Array: ...
 @overload
 def all_gather_matmul(
-    x: jax.Array,
-    w: jax.Array,
+    x: Operand,
+    w: Operand,
     *,
     return_gathered: Literal[True],
     gated: Literal[False] = ...,
@@ -93,8 +94,8 @@ def all_gather_matmul(
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def all_gather_matmul(
-    x: jax.Array,
-    w: Sequence[jax.Array],
+    x: Operand,
+    w: Sequence[Operand],
     *,
     return_gathered: Literal[False] = ...,
     gated: Literal[True],
@@ -102,8 +103,8 @@ def all_gather_matmul(
 ) -> jax.Array: ...
 @overload
 def all_gather_matmul(
-    x: jax.Array,
-    w: Sequence[jax.Array],
+    x: Operand,
+    w: Sequence[Operand],
     *,
     return_gathered: Literal[True],
     gated: Literal[True],
@@ -111,8 +112,8 @@ def all_gather_matmul(
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def all_gather_matmul(
-    x: jax.Array,
-    w: Sequence[jax.Array],
+    x: Operand,
+    w: Sequence[Operand],
     *,
     return_gathered: Literal[False] = ...,
     gated: Literal[False] = ...,
@@ -120,8 +121,8 @@ def all_gather_matmul(
 ) -> tuple[jax.Array, ...]: ...
 @overload
 def all_gather_matmul(
-    x: jax.Array,
-    w: Sequence[jax.Array],
+    x: Operand,
+    w: Sequence[Operand],
     *,
     return_gathered: Literal[True],
     gated: Literal[False] = ...,
@@ -129,8 +130,8 @@ def all_gather_matmul(
 ) -> tuple[tuple[jax.Array, ...], jax.Array]: ...
 @overload
 def all_gather_matmul(
-    x: jax.Array,
-    w: jax.Array | Sequence[jax.Array],
+    x: Operand,
+    w: Operand | Sequence[Operand],
     *,
     return_gathered: bool = ...,
     gated: bool = ...,
@@ -138,8 +139,8 @@ def all_gather_matmul(
 ) -> Any: ...
 @meshes.axis_by_name
 def all_gather_matmul(
-    x: jax.Array,
-    w: jax.Array | Sequence[jax.Array],
+    x: Operand,
+    w: Operand | Sequence[Operand],
     *,
     axis_name: AxisName,
     gather_dimension: int = -2,
@@ -226,6 +227,7 @@ def all_gather_matmul(
       >>> jflux.all_gather_matmul(x, w, axis_name="tp", mesh=mesh).shape  # split by columns
       (64, 128)
     """
+    x, w = _scaled.of_product(OP, x, w)
     ws = several(w)
     if not ws:
         raise ValueError("jflux.all_gather_matmul: w is an empty sequence of weights")
@@ -246,14 +248,22 @@ def all_gather_matmul(
     columns = [_product.columns(one, transpose_rhs) for one in ws]
     _epilogue.check_shapes(OP, columns, bias_of, gated)
     world = meshes.axis_size(axis_name)
-    if (narrow := _product.default_dtype(OP, x, ws)) is not None:
+    no_kernel = None
+    if isinstance(x, Scaled):
+        constants = _scaled.constants(x, *ws)
+        x, *rest = constants
+        if _scaled.has_blocks_of_k(*constants, transpose_rhs=transpose_rhs):
+            no_kernel = _product.NO_KERNEL_BLOCKS
+    elif (narrow := _product.default_dtype(OP, x, ws)) is not None:
         if preferred_element_type is None:
             preferred_element_type = narrow
         x, *rest = _product.without_gradients(OP, x, *ws)
-        ws = tuple(rest)
-        w = ws if isinstance(w, tuple | list) else ws[0]
+    else:
+        rest = list(ws)
+    ws = tuple(rest)
+    w = ws if isinstance(w, tuple | list) else ws[0]
     out = _product.out_dtype(OP, (x, *ws), preferred_element_type, precision)
-    if _product.is_for_lax(OP, axis_name, x, *ws, *bias_of):
+    if _product.is_for_lax(OP, axis_name, x, *ws, *bias_of, no_kernel=no_kernel):
         return reference(
             x, w, axis_name=axis_name, gather_dimension=dimension, return_gathered=return_gathered,
             transpose_rhs=transpose_rhs, bias=bias, activation=activation, gated=gated,
@@ -261,7 +271,16 @@ def all_gather_matmul(
         )  # fmt: skip
     # Their gradients are summed over ranks that share them in this type.
     wide = _epilogue.sum_dtype(out)
-    biases = tuple(jnp.asarray(b).astype(wide) for b in bias_of if b is not None)
+    after = [jnp.asarray(b).astype(wide) for b in bias_of if b is not None]
+    of_rows = None
+    if isinstance(x, Scaled):
+        epilogue = epilogue or Epilogue((False,) * len(ws))
+        epilogue = dataclasses.replace(epilogue, scaled=True)
+        of_columns = [_scaled.of_columns(one, transpose_rhs) for one in ws]
+        names = meshes.as_tuple(axis_name)
+        of_rows = exchange.bind("all_gather", _scaled.of_rows(x), names, world, None, dimension)
+        after += [of_rows, *of_columns]
+        x, ws = x.values, tuple(one.values for one in ws)
     params = Params(
         axis_names=meshes.as_tuple(axis_name),
         world=world,
@@ -274,18 +293,22 @@ def all_gather_matmul(
     )
     if epilogue is not None and not any(0 in a.shape for a in (x, *ws)):
         ys: Sequence[jax.Array]
-        ys, _, gathered = _unpack(bind(params, x, ws, biases), len(ws), params)
+        ys, _, gathered = _unpack(bind(params, x, ws, after), len(ws), params)
     else:
-        ys, gathered = _with_empty_ones(x, ws, dataclasses.replace(params, epilogue=None))
+        exact = out if epilogue is None else epilogue.exact(out)
+        alone = dataclasses.replace(params, epilogue=None, out_dtype=exact)
+        ys, gathered = _with_empty_ones(x, ws, alone)
         if epilogue is not None:
-            ys, _ = _epilogue.apply(epilogue, ys, biases, out)
+            ys, _ = _epilogue.apply(epilogue, ys, after, out)
+    if of_rows is not None and gathered is not None:
+        gathered = Scaled(gathered, of_rows)
     y = tuple(ys) if isinstance(w, tuple | list) and not gated else ys[0]
     return (y, gathered) if return_gathered else y
 
 
 def reference(
-    x: jax.Array,
-    w: jax.Array | Sequence[jax.Array],
+    x: Operand,
+    w: Operand | Sequence[Operand],
     *,
     axis_name: AxisName,
     gather_dimension: int = -2,
@@ -305,6 +328,7 @@ def reference(
     any type that `lax.dot_general` takes will do, and products are rounded to y's type before a
     bias or an activation. Errors are `lax`'s.
     """
+    x, w = _scaled.of_product(f"reference.{OP}", x, w)
     if not meshes.is_bound(axis_name):
         return _over_global_arrays(
             reference, x, w, bias, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
@@ -335,8 +359,8 @@ def _communication(ndim: int, gather_dimension: int = -2, **_: Any) -> Collectiv
 
 def _over_global_arrays(
     op: Any,
-    x: jax.Array,
-    w: jax.Array | Sequence[jax.Array],
+    x: Any,
+    w: Any,
     bias: Any,
     *,
     mesh: Mesh | AbstractMesh | None,
@@ -537,14 +561,14 @@ def call(
 
 
 def bind(
-    params: Params, x: jax.Array, ws: Sequence[jax.Array], biases: Sequence[jax.Array] = ()
+    params: Params, x: jax.Array, ws: Sequence[jax.Array], after: Sequence[jax.Array] = ()
 ) -> list[jax.Array]:
-    """The results of a call."""
-    return _primitive.bind(x, *ws, *biases, params=params)
+    """The results of a call. `after`: the operands of its epilogue."""
+    return _primitive.bind(x, *ws, *after, params=params)
 
 
 def _weights(operands: Sequence[Any], params: Params) -> tuple[Sequence[Any], Sequence[Any]]:
-    """(ws, biases) of what follows x among the primitive's operands."""
+    """(ws, operands of the epilogue) of what follows x among the primitive's operands."""
     count = len(operands) if params.epilogue is None else len(params.epilogue.biased)
     return operands[:count], operands[count:]
 
@@ -596,6 +620,8 @@ def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """A call over two levels. A rank receives the x of the ranks with its place on other nodes. For
     each node, the ranks of a node gather these x among themselves and multiply them."""
     x, *operands = arrays
+    if params.epilogue is not None and params.epilogue.scaled:  # of rows of all nodes
+        return _with_epilogue_after(x, *operands, params=params)
     levels = _two_level_plan.levels_of(plan)
     inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local)
 
@@ -616,9 +642,11 @@ def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
 def _of_gathered(gathered: Any, *operands: Any, params: Params) -> list[Any]:
     if params.results == ("gathered",):
         return [gathered]
-    ws, biases = _weights(operands, params)
-    ys = [_multiply(gathered, w, params) for w in ws]
-    return _finished(ys, biases, gathered, params)
+    ws, after = _weights(operands, params)
+    exact = params.out_dtype if params.epilogue is None else params.epilogue.exact(params.out_dtype)
+    wide = dataclasses.replace(params, out_dtype=exact)
+    ys = [_multiply(gathered, w, wide) for w in ws]
+    return _finished(ys, after, gathered, params)
 
 
 def _multiply(gathered: Any, w: Any, params: Params) -> Any:
@@ -626,12 +654,12 @@ def _multiply(gathered: Any, w: Any, params: Params) -> Any:
 
 
 def _finished(
-    products: Sequence[Any], biases: Sequence[Any], gathered: Any, params: Params
+    products: Sequence[Any], after: Sequence[Any], gathered: Any, params: Params
 ) -> list[Any]:
     """The results of a call, from its products."""
     ys, sums = products, products
     if params.epilogue is not None:
-        ys, sums = _epilogue.apply(params.epilogue, products, biases, params.out_dtype)
+        ys, sums = _epilogue.apply(params.epilogue, products, after, params.out_dtype)
     return _in_order(params, ys, sums, gathered)
 
 
@@ -681,36 +709,51 @@ def _why_lax(params: Params) -> str | None:
     return None
 
 
-_forms = _product_plan.Product(_sizes, _unsupported, _why_decomposed, why_lax=_why_lax)
+_forms = _product_plan.Product(
+    _sizes,
+    _unsupported,
+    _why_decomposed,
+    why_lax=_why_lax,
+    why_no_kernel=_product.why_unchecked,
+)
 
 
 def _with_epilogue_after(
     x: Any, *operands: Any, params: Params, prepared: str | None = None
 ) -> list[Any]:
     """The call as one without an epilogue, which follows it."""
-    ws, biases = _weights(operands, params)
+    ws, after = _weights(operands, params)
     gathers = "gathered" in params.results
     without = dataclasses.replace(
         params,
         epilogue=None,
         results=("y", "gathered") if gathers else ("y",),
         out_dtype=_epilogue.sum_dtype(params.out_dtype),
-        prepared=prepared,
+        prepared=params.prepared if prepared is None else prepared,
     )
     results = _primitive.bind(x, *ws, params=without)
     products, gathered = (results[:-1], results[-1]) if gathers else (results, None)
-    return _finished(products, biases, gathered, params)
+    return _finished(products, after, gathered, params)
+
+
+def _with_w_transposed(x: Any, *operands: Any, params: Params) -> list[Any]:
+    """The call with each w as tensor cores take operands of 8 bits."""
+    ws, after = _weights(operands, params)
+    transposed = dataclasses.replace(params, transpose_rhs=True, prepared=_product.K_MAJOR)
+    return bind(transposed, x, [w.T for w in ws], after)
 
 
 def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
     x, *operands = arrays
+    if machine.on_gpus and not params.transpose_rhs and _product_plan.is_k_major(x.dtype):
+        return functools.partial(_with_w_transposed, params=params)
     if params.epilogue is not None:
         return _canonical_epilogue((x, *operands), params, machine)
     ws = operands
     n = [_product.columns(w, params.transpose_rhs) for w in ws]
 
     def bind(prepared: str, *operands: Any) -> Any:
-        return _primitive.bind(*operands, params=dataclasses.replace(params, prepared=prepared))
+        return _primitive.bind(*operands, params=_product.also_prepared(params, prepared))
 
     if len(ws) > _product.most_weights(machine.platform):
 
@@ -754,12 +797,13 @@ def _canonical_epilogue(arrays: Arrays, params: Params, machine: Machine) -> Any
         return None
 
     def padded(x: Any, *operands: Any) -> list[Any]:
-        ws, biases = _weights(operands, params)
+        ws, after = _weights(operands, params)
         wide = _product.pad_to_vectors([x], ws)
-        biases = [_product.pad_last(b, 1, x.dtype) for b in biases]
+        # Those of columns; the scale of rows has more dimensions.
+        after = [_product.pad_last(a, 1, x.dtype) if a.ndim == 1 else a for a in after]
         shapes = _result_shapes((x, *operands), params)
         results = _primitive.bind(
-            *wide, *biases, params=dataclasses.replace(params, prepared=_product.PADDED)
+            *wide, *after, params=_product.also_prepared(params, _product.PADDED)
         )
         return [r[..., : shape[-1]] for r, (shape, _) in zip(results, shapes, strict=True)]
 
@@ -773,6 +817,7 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
         "activation": np.int64(epilogue.number),
         "biased": np.array(epilogue.biased, np.int64),
         "gated": bool(epilogue.gated),
+        "scaled": bool(epilogue.scaled),
         "sums": "sums" in params.results,
         **_product_plan.attributes(_sizes((x, *operands), params), plan),
     }

@@ -24,8 +24,9 @@ from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from ..._ranks.node_levels import Levels
-from .. import _epilogue, _lax, _two_level, _two_level_plan
+from .. import _epilogue, _lax, _scaled, _two_level, _two_level_plan
 from .._collective import Collective, axis
+from .._scaled import Operand
 from .._spec import Layout, OpSpec, all_ops
 from . import _all_to_all_shards, _product, _product_plan
 
@@ -70,8 +71,8 @@ class Options(_product.Options, total=False):
 
 @overload
 def all_to_all_matmul(
-    x: jax.Array,
-    w: jax.Array,
+    x: Operand,
+    w: Operand,
     *,
     return_exchanged: Literal[False] = ...,
     **options: Unpack[Options],
@@ -86,8 +87,8 @@ def all_to_all_matmul(
 ) -> Any: ...
 @meshes.axis_by_name
 def all_to_all_matmul(
-    x: jax.Array,
-    w: jax.Array,
+    x: Operand,
+    w: Operand,
     *,
     axis_name: AxisName,
     split_axis: int,
@@ -163,6 +164,7 @@ def all_to_all_matmul(
       >>> f(jnp.ones((64, 128)), jnp.ones((128, 32))).shape  # was split by columns, is by rows
       (64, 32)
     """
+    x, w = _scaled.of_product(OP, x, w)
     _product.check_operands(OP, x, w, -2, "the second to last dimension")
     split = _product.check_axis(OP, "split_axis", split_axis, x, of="x")
     concat = _product.check_axis(OP, "concat_axis", concat_axis, x, of="x")
@@ -210,8 +212,8 @@ def all_to_all_matmul(
 
 
 def reference(
-    x: jax.Array,
-    w: jax.Array,
+    x: Operand,
+    w: Operand,
     *,
     axis_name: AxisName,
     split_axis: int,
@@ -229,6 +231,7 @@ def reference(
     Arguments, results and the use on global arrays are those of :func:`jflux.all_to_all_matmul`;
     any type that `lax.dot_general` takes will do. Errors are `lax`'s.
     """
+    x, w = _scaled.of_product(f"reference.{OP}", x, w)
     if not meshes.is_bound(axis_name):
         return _over_global_arrays(
             reference, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name, split_axis=split_axis,
@@ -247,8 +250,8 @@ def _communication(ndim: int, split_axis: int, concat_axis: int, **_: Any) -> Co
 
 def _over_global_arrays(
     op: Any,
-    x: jax.Array,
-    w: jax.Array,
+    x: Operand,
+    w: Operand,
     *,
     mesh: Mesh | AbstractMesh | None,
     x_spec: PartitionSpec | None,
@@ -331,8 +334,8 @@ def _kept(operands: Sequence[Any], params: Params) -> Any:
 
 
 def call(
-    x: jax.Array,
-    w: jax.Array,
+    x: Operand,
+    w: Operand,
     *,
     axis_names: tuple[Any, ...],
     world: int,

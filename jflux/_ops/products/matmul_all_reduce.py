@@ -24,8 +24,9 @@ from ..._call.plans import Arrays, Machine, Plan
 from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
-from .. import _lax, _norm, _two_level, _two_level_plan
+from .. import _lax, _norm, _scaled, _two_level, _two_level_plan
 from .._collective import Collective
+from .._scaled import Operand
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import _sum_epilogue, all_reduce, exchange
 from . import _product, _product_plan
@@ -87,8 +88,8 @@ def matmul_all_reduce(
 ) -> Any: ...
 @meshes.axis_by_name
 def matmul_all_reduce(
-    x: jax.Array,
-    w: jax.Array,
+    x: Operand,
+    w: Operand,
     *,
     axis_name: AxisName,
     transpose_rhs: bool = False,
@@ -156,6 +157,7 @@ def matmul_all_reduce(
       >>> jflux.matmul_all_reduce(x, w, axis_name="tp", mesh=mesh).shape  # whole on every rank
       (64, 32)
     """
+    x, w = _scaled.of_product(OP, x, w)
     _product.check_operands(OP, x, w, -2, "the second to last dimension")
     shape = (*x.shape[:-1], _product.columns(w, transpose_rhs))
     _sum_epilogue.check(OP, shape, residual, norm)
@@ -187,8 +189,8 @@ def matmul_all_reduce(
 
 
 def reference(
-    x: jax.Array,
-    w: jax.Array,
+    x: Operand,
+    w: Operand,
     *,
     axis_name: AxisName,
     transpose_rhs: bool = False,
@@ -204,6 +206,7 @@ def reference(
     Arguments, results and the use on global arrays are those of
     :func:`jflux.matmul_all_reduce`; partial products are rounded
     to y's type before they are summed, and the sum before a residual is added."""
+    x, w = _scaled.of_product(f"reference.{OP}", x, w)
     if not meshes.is_bound(axis_name):
         return _over_global_arrays(
             reference, x, w, residual, norm, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
@@ -220,8 +223,8 @@ def _communication(ndim: int, **_: Any) -> Collective:
 
 def _over_global_arrays(
     op: Any,
-    x: jax.Array,
-    w: jax.Array,
+    x: Any,
+    w: Any,
     residual: Any,
     norm: Any,
     *,

@@ -23,8 +23,9 @@ from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from ..._ranks.node_levels import Levels
-from .. import _lax, _two_level, _two_level_plan
+from .. import _lax, _scaled, _two_level, _two_level_plan
 from .._collective import Collective, axis
+from .._scaled import Operand
 from .._spec import OpSpec, all_ops
 from . import _all_to_all_shards, _product, _product_plan
 
@@ -48,8 +49,8 @@ class Params:
 
 @meshes.axis_by_name
 def matmul_all_to_all(
-    x: jax.Array,
-    w: jax.Array,
+    x: Operand,
+    w: Operand,
     *,
     axis_name: AxisName,
     split_axis: int,
@@ -121,6 +122,7 @@ def matmul_all_to_all(
       >>> f(jnp.ones((64, 32)), jnp.ones((32, 128))).shape  # was split by rows, is by columns
       (64, 128)
     """
+    x, w = _scaled.of_product(OP, x, w)
     _product.check_operands(OP, x, w, -2, "the second to last dimension")
     split = _product.check_axis(OP, "split_axis", split_axis, x)
     concat = _product.check_axis(OP, "concat_axis", concat_axis, x)
@@ -164,8 +166,8 @@ def matmul_all_to_all(
 
 
 def reference(
-    x: jax.Array,
-    w: jax.Array,
+    x: Operand,
+    w: Operand,
     *,
     axis_name: AxisName,
     split_axis: int,
@@ -182,6 +184,7 @@ def reference(
     Arguments, results and the use on global arrays are those of :func:`jflux.matmul_all_to_all`;
     any type that `lax.dot_general` takes will do. Errors are `lax`'s.
     """
+    x, w = _scaled.of_product(f"reference.{OP}", x, w)
     if not meshes.is_bound(axis_name):
         return _over_global_arrays(
             reference, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
@@ -198,8 +201,8 @@ def _communication(ndim: int, split_axis: int, concat_axis: int, **_: Any) -> Co
 
 def _over_global_arrays(
     op: Any,
-    x: jax.Array,
-    w: jax.Array,
+    x: Operand,
+    w: Operand,
     *,
     mesh: Mesh | AbstractMesh | None,
     x_spec: PartitionSpec | None,
@@ -265,8 +268,8 @@ def _kept(operands: Sequence[Any], params: Params) -> Any:
 
 
 def call(
-    x: jax.Array,
-    w: jax.Array,
+    x: Operand,
+    w: Operand,
     *,
     axis_names: tuple[Any, ...],
     world: int,

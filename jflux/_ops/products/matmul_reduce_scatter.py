@@ -24,9 +24,10 @@ from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from ..._ranks.node_levels import Levels
-from .. import _epilogue, _lax, _two_level, _two_level_plan
+from .. import _epilogue, _lax, _scaled, _two_level, _two_level_plan
 from .._collective import Collective, axis
 from .._lax import several
+from .._scaled import Operand, Scaled
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import exchange
 from . import _product, _product_plan
@@ -45,6 +46,8 @@ class Params:
 
     Attributes:
       added: which of ("bias", "residual") are added to what is scattered, in this order.
+      scaled: whether a rank's product, of one term, is multiplied by the scale of x's rows
+        [..., m, 1] and that of w's columns [n]: the last two operands.
     """
 
     axis_names: tuple[Any, ...]
@@ -54,13 +57,14 @@ class Params:
     out_dtype: np.dtype
     precision: Any = None
     added: tuple[str, ...] = ()
+    scaled: bool = False
     prepared: str | None = None
 
 
 @meshes.axis_by_name
 def matmul_reduce_scatter(
-    x: jax.Array | Sequence[jax.Array],
-    w: jax.Array | Sequence[jax.Array],
+    x: Operand | Sequence[Operand],
+    w: Operand | Sequence[Operand],
     *,
     axis_name: AxisName,
     scatter_dimension: int = -2,
@@ -136,6 +140,7 @@ def matmul_reduce_scatter(
       >>> jflux.matmul_reduce_scatter(x, w, axis_name="tp", mesh=mesh).shape  # split by rows
       (64, 32)
     """
+    x, w = _scaled.of_product(OP, x, w)
     xs, ws = several(x), several(w)
     if len(xs) != len(ws) or not xs:
         raise ValueError(
@@ -162,7 +167,15 @@ def matmul_reduce_scatter(
             f"divide; x has shape {xs[0].shape}"
         )
     out = _product.out_dtype(OP, (*xs, *ws), preferred_element_type, precision)
-    if _product.is_for_lax(OP, axis_name, *xs, *ws, bias, residual):
+    no_kernel, scaled = None, isinstance(xs[0], Scaled)
+    if scaled:
+        constants = _scaled.constants(*xs, *ws)
+        xs, ws = constants[: len(xs)], constants[len(xs) :]
+        if len(xs) > 1:
+            no_kernel = "no kernel takes several terms with scales"
+        elif _scaled.has_blocks_of_k(*xs, *ws, transpose_rhs=transpose_rhs):
+            no_kernel = _product.NO_KERNEL_BLOCKS
+    if _product.is_for_lax(OP, axis_name, *xs, *ws, bias, residual, no_kernel=no_kernel):
         return reference(
             x, w, axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
             bias=bias, residual=residual, preferred_element_type=preferred_element_type,
@@ -172,10 +185,14 @@ def matmul_reduce_scatter(
         bias = jnp.asarray(bias).astype(_epilogue.sum_dtype(out))
     given = {"bias": bias, "residual": residual}
     added = [a for a in given.values() if a is not None]
+    if scaled:
+        added += [_scaled.of_rows(xs[0]), _scaled.of_columns(ws[0], transpose_rhs)]
+        xs, ws = (xs[0].values,), (ws[0].values,)
     for one, weight in zip(xs, ws, strict=True):
         _product.warn_if_same(OP, axis_name, "x", one, weight)
     params = Params(
         added=tuple(name for name, a in given.items() if a is not None),
+        scaled=scaled,
         axis_names=meshes.as_tuple(axis_name),
         world=world,
         scatter_dimension=dimension,
@@ -187,15 +204,16 @@ def matmul_reduce_scatter(
     _epilogue.check_added(OP, shape, bias, residual)
     terms = [(x, w) for x, w in zip(xs, ws, strict=True) if 0 not in x.shape and 0 not in w.shape]
     if not terms:
-        return _epilogue.add(_product.zeros(shape, out, *xs, *ws, over=axis_name), added)
+        zeros = _product.zeros(shape, out, *xs, *ws, over=axis_name)
+        return _epilogue.add(zeros, added[: len(params.added)])
     xs, ws = zip(*terms, strict=True)
     (y,) = _primitive.bind(*xs, *ws, *added, params=params)
     return y
 
 
 def reference(
-    x: jax.Array | Sequence[jax.Array],
-    w: jax.Array | Sequence[jax.Array],
+    x: Operand | Sequence[Operand],
+    w: Operand | Sequence[Operand],
     *,
     axis_name: AxisName,
     scatter_dimension: int = -2,
@@ -213,6 +231,7 @@ def reference(
     :func:`jflux.matmul_reduce_scatter`; any type that `lax.dot_general` takes will do, and partial
     products are rounded to y's type before they are summed. Errors are `lax`'s.
     """
+    x, w = _scaled.of_product(f"reference.{OP}", x, w)
     if not meshes.is_bound(axis_name):
         return _over_global_arrays(
             reference, x, w, bias, residual, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
@@ -231,8 +250,8 @@ def _communication(ndim: int, scatter_dimension: int = -2, **_: Any) -> Collecti
 
 def _over_global_arrays(
     op: Any,
-    x: jax.Array | Sequence[jax.Array],
-    w: jax.Array | Sequence[jax.Array],
+    x: Any,
+    w: Any,
     bias: Any,
     residual: Any,
     *,
@@ -296,6 +315,7 @@ def _backward(
         else (_epilogue.sum_of_rows(own_dy) if name == "bias" else own_dy).astype(a.dtype)
         for name, a in zip(params.added, added_types, strict=True)
     ]
+    dadded += [None] * len(_scales(wanted, params))
     like = next(x for x in (*xs, *x_types) if x is not None)
     multiplied = [w for w, x in zip(ws, x_types, strict=True) if x is not None]
     gathers = any(w is not None for w in w_types)
@@ -361,8 +381,22 @@ def _terms(
     operands: Sequence[Any], params: Params
 ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
     """(xs, ws, bias and residual as far as there are) of the primitive's operands."""
-    count = (len(operands) - len(params.added)) // 2
-    return operands[:count], operands[count : 2 * count], operands[2 * count :]
+    count = (len(operands) - len(params.added) - len(_scales(operands, params))) // 2
+    rest = operands[2 * count :]
+    return operands[:count], operands[count : 2 * count], rest[: len(params.added)]
+
+
+def _scales(operands: Sequence[Any], params: Params) -> Sequence[Any]:
+    """Those of rows and of columns, if there are any."""
+    return operands[len(operands) - 2 :] if params.scaled else []
+
+
+def _scaled_product(x: Any, w: Any, scales: Sequence[Any], params: Params) -> Any:
+    """A rank's product, in y's type."""
+    wide = _epilogue.sum_dtype(params.out_dtype)
+    product = _lax.matmul(x, w, wide, params.precision, params.transpose_rhs)
+    of_rows, of_columns = scales
+    return (product * of_rows * _epilogue.in_rows(of_columns, product)).astype(params.out_dtype)
 
 
 def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
@@ -376,7 +410,12 @@ def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
 def _reference(arrays: Arrays, params: Params) -> list[Any]:
     operands = arrays
     xs, ws, added = _terms(operands, params)
-    partial = _lax.sum_of_products(xs, ws, params.out_dtype, params.precision, params.transpose_rhs)
+    if params.scaled:
+        partial = _scaled_product(xs[0], ws[0], _scales(operands, params), params)
+    else:
+        partial = _lax.sum_of_products(
+            xs, ws, params.out_dtype, params.precision, params.transpose_rhs
+        )
     y = _communication(partial.ndim, params.scatter_dimension).lax(partial, params.axis_names)
     return [_epilogue.add(y, added)]
 
@@ -385,16 +424,23 @@ def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """Products, and their sum over the ranks, which has a plan of its own."""
     operands = arrays
     xs, ws, added = _terms(operands, params)
+    if params.scaled:
+        partial = _scaled_product(xs[0], ws[0], _scales(operands, params), params)
+    else:
+        partial = _sum_of_products(xs, ws, params)
+    names, world = params.axis_names, params.world
+    y = exchange.bind("reduce_scatter", partial, names, world, params.scatter_dimension, None)
+    return [_epilogue.add(y, added)]
+
+
+def _sum_of_products(xs: Sequence[Any], ws: Sequence[Any], params: Params) -> Any:
     # Several are not put end to end: where rows are few, a copy of w takes longer than the product.
     dtype = params.out_dtype if len(xs) == 1 else _epilogue.sum_dtype(params.out_dtype)
     products = [
         _lax.matmul(x, w, dtype, params.precision, params.transpose_rhs)
         for x, w in zip(xs, ws, strict=True)
     ]
-    partial = sum(products[1:], products[0]).astype(params.out_dtype)
-    names, world = params.axis_names, params.world
-    y = exchange.bind("reduce_scatter", partial, names, world, params.scatter_dimension, None)
-    return [_epilogue.add(y, added)]
+    return sum(products[1:], products[0]).astype(params.out_dtype)
 
 
 def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Step:
@@ -413,6 +459,8 @@ def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Ste
 def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """A call over two levels. Each node sums its own products. Then each rank sums the results of
     the ranks with its place on all nodes."""
+    if params.scaled:
+        return _reference(arrays, params)
     xs, ws, added = _terms(arrays, params)
     levels = _two_level_plan.levels_of(plan)
     inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local, added=())
@@ -437,7 +485,7 @@ def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
 def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
     operands = arrays
     xs, ws, _ = _terms(operands, params)
-    return _product.why_no_kernel(zip(xs, ws, strict=True), params, platform)
+    return _product.why_no_kernel(zip(xs, ws, strict=True), params, platform, OP)
 
 
 def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
@@ -470,7 +518,11 @@ def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | N
 
 
 _forms = _product_plan.Product(
-    _sizes, _unsupported, _why_decomposed, on_gpus=_product_plan.in_rank_order
+    _sizes,
+    _unsupported,
+    _why_decomposed,
+    on_gpus=_product_plan.in_rank_order,
+    why_no_kernel=_product.why_unchecked,
 )
 
 
@@ -478,7 +530,7 @@ def _with_sums_after(*operands: Any, params: Params, prepared: str | None = None
     """The call as one that adds nothing; that follows it."""
     xs, ws, added = _terms(operands, params)
     without = dataclasses.replace(params, added=(), prepared=prepared)
-    (y,) = _primitive.bind(*xs, *ws, params=without)
+    (y,) = _primitive.bind(*xs, *ws, *_scales(operands, params), params=without)
     return [_epilogue.add(y, added)]
 
 
@@ -487,10 +539,21 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
     xs, ws, added = _terms(operands, params)
     n = _product.columns(ws[0], params.transpose_rhs)
 
-    def bind(prepared: str, *operands: Any, **changes: Any) -> Any:
-        changed = dataclasses.replace(params, prepared=prepared, **changes)
-        return _primitive.bind(*operands, params=changed)
+    scales = _scales(operands, params)
 
+    def bind(prepared: str, *operands: Any, **changes: Any) -> Any:
+        changed = dataclasses.replace(params, **changes)
+        return _primitive.bind(*operands, params=_product.also_prepared(changed, prepared))
+
+    if machine.on_gpus and not params.transpose_rhs and _product_plan.is_k_major(xs[0].dtype):
+
+        def transposed(*operands: Any) -> Any:
+            xs, ws, rest = _terms(operands, params)
+            turned = [w.T for w in ws]
+            every = (*xs, *turned, *rest, *_scales(operands, params))
+            return bind(_product.K_MAJOR, *every, transpose_rhs=True)
+
+        return transposed
     residual = dict(zip(params.added, added, strict=True)).get("residual")
     foreign = residual is not None and residual.dtype != params.out_dtype
     if added and (not machine.on_gpus or foreign):
@@ -509,7 +572,10 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
 
         def padded(*operands: Any) -> list[Any]:
             xs, ws, added = _terms(operands, params)
-            wide = (_product.pad_last(a, 1, xs[0].dtype) for a in added)
+            wide = [_product.pad_last(a, 1, xs[0].dtype) for a in added]
+            if scales:
+                of_rows, of_columns = _scales(operands, params)
+                wide += [of_rows, _product.pad_last(of_columns, 1, xs[0].dtype)]
             (y,) = bind(_product.PADDED, *_product.pad_to_vectors(xs, ws), *wide)
             return [y[..., :n]]
 
@@ -522,12 +588,15 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
     # A tile's rows would straddle leading indices: bring the ranks to the front.
     def rank_major(*operands: Any) -> list[Any]:
         xs, ws, added = _terms(operands, params)
+        of_rows = _scales(operands, params)[:1]
         shards = [
             x.reshape(outer, params.world, inner, -1).swapaxes(0, 1).reshape(-1, x.shape[-1])
-            for x in xs
+            for x in (*xs, *of_rows)
         ]
         rows = [a if a.ndim == 1 else a.reshape(-1, n) for a in added]
-        (y,) = bind(_product.RANK_MAJOR, *shards, *ws, *rows, scatter_dimension=0)
+        shards, of_rows = shards[: len(xs)], shards[len(xs) :]
+        scaled = (*of_rows, *_scales(operands, params)[1:])
+        (y,) = bind(_product.RANK_MAJOR, *shards, *ws, *rows, *scaled, scatter_dimension=0)
         return [y.reshape(_result_shapes(operands, params)[0][0])]
 
     return rank_major
@@ -538,6 +607,7 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     return {
         "adds_bias": "bias" in params.added,
         "adds_residual": "residual" in params.added,
+        "scaled": params.scaled,
         **_product_plan.attributes(_sizes(operands, params), plan),
     }
 
@@ -548,6 +618,9 @@ def _flops(arrays: Arrays, params: Params) -> int:
 
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
+    if params.scaled:
+        reference = lambda *operands: _reference(operands, params)  # noqa: E731
+        return jax.vmap(reference, in_axes=tuple(dims))(*operands), [0]
     if params.added:
         after = functools.partial(_with_sums_after, params=params)
         return jax.vmap(after, in_axes=tuple(dims))(*operands), [0]
@@ -592,7 +665,7 @@ SPEC = OpSpec(
     communication=_communication,
     product="before",
     dimension="scatter_dimension",
-    dtypes=_product.DTYPES,
+    dtypes=_product.dtypes(OP),
     call=call,
     gradient=("all_gather_matmul",),
     tuned=True,

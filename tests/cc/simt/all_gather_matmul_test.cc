@@ -17,7 +17,6 @@ namespace {
 
 using simt::Array;
 using simt::RandomArray;
-using T = __nv_bfloat16;
 
 constexpr int kSms = 3;
 
@@ -27,18 +26,26 @@ struct Case {
   bool transpose_rhs, return_gathered;
   GemmChoice choice;
   TestHooks hooks = {};
+  bool float32 = false;  // results of operands of 8 bits
 };
 
-// All ranks' operands and results of one call.
+// All ranks' operands of type T and results of type R of one call. Operands of 8 bits have scales.
+template <typename T, typename R>
 struct Call {
-  std::vector<Array<T>> x, w, y, gathered;
+  static constexpr bool kScaled = sizeof(T) == 1;
+  std::vector<Array<T>> x, w, gathered;
+  std::vector<Array<R>> y;
+  std::vector<Array<float>> w_scale;
+  Array<float> x_scale;  // of all rows, as y has them
 
-  Call(const Case& c, std::mt19937& random) {
+  Call(const Case& c, std::mt19937& random)
+      : x_scale(RandomArray<float>(random, kScaled ? c.rows.Total() : 0)) {
     for (int rank = 0; rank < c.rows.world; ++rank) {
       x.push_back(RandomArray<T>(random, c.rows.PerRank() * c.k));
       w.push_back(RandomArray<T>(random, c.k * c.n));
       y.emplace_back(c.rows.Total() * c.n);
       gathered.emplace_back(c.rows.Total() * c.k);
+      w_scale.push_back(RandomArray<float>(random, kScaled ? c.n : 0));
     }
   }
 
@@ -55,7 +62,7 @@ struct Call {
       for (int64_t l = 0; l < c.k; ++l) {
         sum.Add(x_at(v, l) * w[rank][c.transpose_rhs ? column * c.k + l : l * c.n + column]);
       }
-      return sum;
+      return kScaled ? sum * simt::Sum(x_scale[i / c.n] * w_scale[rank][column]) : sum;
     });
     if (c.return_gathered) {
       wrong += simt::CountWrong(gathered[rank], [&](int64_t i) {
@@ -67,15 +74,17 @@ struct Call {
 };
 
 // Runs three calls, and returns how many elements of all ranks' results are wrong.
-int64_t Run(const Case& c, uint32_t seed) {
+template <typename T, typename R>
+int64_t RunOf(const Case& c, uint32_t seed) {
   constexpr int kCalls = 3;
   std::mt19937 random(seed);
   AllGatherMatmulParams p{};
-  p.rows = c.rows, p.k = c.k, p.n = c.n, p.dtype = p.out_dtype = DType::kBF16;
+  p.rows = c.rows, p.k = c.k, p.n = c.n, p.dtype = p.w_dtype = simt::kDTypeOf<T>;
+  p.out_dtype = simt::kDTypeOf<R>;
   p.transpose_rhs = c.transpose_rhs, p.return_gathered = c.return_gathered;
   const WorkspaceLayout workspace = CudaLayoutOf(p).Workspace();
   simt::DeviceHeap heap(c.rows.world, workspace, c.hooks);
-  std::vector<Call> calls;
+  std::vector<Call<T, R>> calls;
   for (int i = 0; i < kCalls; ++i) calls.emplace_back(c, random);
   const bool ran = simt::RunOnDevices(
       heap, c.rows.world, kCalls, seed,
@@ -85,6 +94,10 @@ int64_t Run(const Case& c, uint32_t seed) {
         operands.x = calls[i].x[rank].get();
         operands.products[0] = {calls[i].w[rank].get(), calls[i].y[rank].get(), c.n, nullptr,
                                 nullptr};
+        if (sizeof(T) == 1) {
+          operands.x_scale = calls[i].x_scale.get();
+          operands.products[0].scale = calls[i].w_scale[rank].get();
+        }
         operands.weights = 1;
         operands.gathered = c.return_gathered ? calls[i].gathered[rank].get() : nullptr;
         const Machine machine{kSms};
@@ -95,10 +108,12 @@ int64_t Run(const Case& c, uint32_t seed) {
   if (!ran) return -1;
   int64_t wrong = 0;
   for (int rank = 0; rank < c.rows.world; ++rank) {
-    for (const Call& call : calls) wrong += call.Wrong(c, rank);
+    for (const Call<T, R>& call : calls) wrong += call.Wrong(c, rank);
   }
   return wrong;
 }
+
+int64_t Run(const Case& c, uint32_t seed) { return RunOf<__nv_bfloat16, __nv_bfloat16>(c, seed); }
 
 const Case kCases[] = {
     {{2, 1, 100}, 136, 200, false, true, {192, 1, 1}},
@@ -121,6 +136,26 @@ TEST(GathersAndMultiplies) {
   }
 }
 
+const Case kScaledCases[] = {
+    {{2, 1, 100}, 144, 208, true, true, {192, 1, 1}},
+    {{3, 2, 70}, 272, 272, true, false, {128, 1, 2}, {0, 100}, /*float32=*/true},
+    {{2, 1, 24}, 528, 144, true, false, {128, 1, 1, 2}, {0, 100}},  // two CTAs share k
+    {{2, 1, 256}, 144, 240, true, true, {224, 2, 1}},               // with a lent stage
+    {{3, 1, 90}, 400, 272, true, false, {256, 2, 1}, {0, 100}},
+};
+
+TEST(MultipliesAndScalesEightBits) {
+  simt::SetSmCount(kSms);
+  uint32_t seed = 1;
+  for (const Case& c : kScaledCases) {
+    for (int schedule = 0; schedule < simt::Schedules(2); ++schedule, ++seed) {
+      const int64_t wrong = c.float32 ? RunOf<__nv_fp8_e4m3, float>(c, seed)
+                                      : RunOf<__nv_fp8_e4m3, __nv_bfloat16>(c, seed);
+      EXPECT(wrong == 0) << "seed " << seed;
+    }
+  }
+}
+
 TEST(MissingWaitsAreFound) {
   simt::SetSmCount(kSms);
   simt::ExpectWrongWithoutWaits(kCases[0], Run);
@@ -131,7 +166,7 @@ TEST(AnAbsentRankIsADeadlock) {
   simt::SetSmCount(kSms);
   const Case c{{2, 1, 64}, 64, 128, false, false, {128, 1, 1}};
   std::mt19937 random(1);
-  Call call(c, random);
+  Call<__nv_bfloat16, __nv_bfloat16> call(c, random);
   AllGatherMatmulParams p{};
   p.rows = c.rows, p.k = c.k, p.n = c.n, p.dtype = p.out_dtype = DType::kBF16;
   const WorkspaceLayout workspace = CudaLayoutOf(p).Workspace();

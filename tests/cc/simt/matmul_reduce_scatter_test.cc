@@ -2,6 +2,7 @@
 // after the other, late ranks, tiles that ranks share, few store warps that may send.
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
 
+#include <cmath>
 #include <memory>
 #include <vector>
 
@@ -24,6 +25,7 @@ struct Case {
   int64_t second_k = 0;  // of a second product, which is summed too
   bool residual = false, bias = false;
   TestHooks hooks = {};
+  bool scaled = false;  // by powers of two, which differ by row and by column
 };
 
 class DeviceCall : public MatmulReduceScatterCall {
@@ -39,6 +41,15 @@ class DeviceCall : public MatmulReduceScatterCall {
       Add(Product(x, w, r.Total(), c.second_k, c.n, c.transpose_rhs));
       second_x_.emplace_back(c.dtype, x);
       second_w_.emplace_back(c.dtype, w);
+    }
+    for (int64_t row = 0; row < r.Total(); ++row) x_scale_.push_back(std::ldexp(1.0f, row % 5 - 2));
+    for (int64_t column = 0; column < c.n; ++column) {
+      w_scale_.push_back(std::ldexp(1.0f, column % 3 - 1));
+    }
+    if (c.scaled) {
+      for (size_t i = 0; i < sum_.size(); ++i) {
+        sum_[i] *= x_scale_[i / c.n] * w_scale_[i % c.n];
+      }
     }
     const Values bias = RandomIntegers(c.n, 9, seed * 100 + 90);
     if (c.bias) {
@@ -63,6 +74,10 @@ class DeviceCall : public MatmulReduceScatterCall {
     operands.y = y_[rank].bytes.data();
     if (c_.bias) operands.bias = bias_.data();
     if (c_.residual) operands.residual = residual_[rank].bytes.data();
+    if (c_.scaled) {
+      operands.x_scale = x_scale_.data();
+      operands.w_scale = w_scale_.data();
+    }
     MatmulReduceScatterParams p = p_;
     p.k += c_.second_k;
     const ProductPlan plan{c_.choice, c_.senders, Workspace().TotalBytes()};
@@ -77,7 +92,7 @@ class DeviceCall : public MatmulReduceScatterCall {
 
   const Case c_;
   std::vector<Array> second_x_, second_w_, residual_;
-  std::vector<float> bias_;
+  std::vector<float> bias_, x_scale_, w_scale_;
 };
 
 int64_t Run(const Case& c, uint32_t seed) {
@@ -85,6 +100,7 @@ int64_t Run(const Case& c, uint32_t seed) {
 }
 
 constexpr DType kBF16 = DType::kBF16, kF16 = DType::kF16, kF32 = DType::kF32;
+constexpr DType kE4M3 = DType::kF8E4M3FN;
 constexpr TestHooks kLate{0, /*max_delay_us=*/100};
 
 const Case kCases[] = {
@@ -98,6 +114,11 @@ const Case kCases[] = {
     {{7, 1, 20}, 72, 136, kF16, kF32, true, {128, 1, 1}, 0, 0, true},
     {{8, 1, 40}, 72, 136, kBF16, kBF16, false, {128, 2, 1}, /*senders=*/2, 0, false, false, kLate},
     {{8, 1, 7}, 264, 136, kBF16, kBF16, false, {128, 1, 1, 2}, 0, 0, false, true, kLate},
+    {{2, 1, 100}, 144, 208, kE4M3, kBF16, true, {192, 1, 1}, 0, 0, false, false, {}, true},
+    {{2, 2, 128}, 144, 240, kE4M3, kBF16, true, {224, 2, 1}, 0, 0, false, false, kLate, true},
+    {{3, 1, 70}, 144, 272, kE4M3, kF32, true, {256, 2, 1}, 0, 0, true, true, kLate, true},
+    {{3, 1, 24}, 272, 144, kE4M3, kBF16, true, {128, 1, 1, 2}, 0, 0, false, false, kLate, true},
+    {{3, 1, 110}, 144, 144, kE4M3, kBF16, true, {128, 1, 1}, /*senders=*/1, 80, false, true},
 };
 
 TEST(MultipliesAndScatters) {

@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cmath>
 #include <cstdint>
@@ -63,6 +64,7 @@ Array<T> RandomArray(std::mt19937& random, int64_t count, double scale = 1) {
 template <typename T>
 constexpr DType kDTypeOf = std::is_same_v<T, __half>          ? DType::kF16
                            : std::is_same_v<T, __nv_bfloat16> ? DType::kBF16
+                           : std::is_same_v<T, __nv_fp8_e4m3> ? DType::kF8E4M3FN
                                                               : DType::kF32;
 
 // A result in double, with what bounds the error of the same result in float32: a few rounding

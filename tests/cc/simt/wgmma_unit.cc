@@ -2,6 +2,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <algorithm>
 #include <cstring>
@@ -15,26 +16,32 @@ namespace {
 struct Operand {
   uint32_t start, leading, stride;
   bool mn_major;
+  int bytes;  // of an element
 
-  Operand(uint64_t descriptor, bool mn_major_)
+  Operand(uint64_t descriptor, bool mn_major_, int bytes_)
       : start(static_cast<uint32_t>(descriptor & 0x3fff) << 4),
         leading(static_cast<uint32_t>(descriptor >> 16 & 0x3fff) << 4),
         stride(static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4),
-        mn_major(mn_major_) {
+        mn_major(mn_major_),
+        bytes(bytes_) {
     if (descriptor >> 62 != 1) Fail("wgmma: the simulator has 128-byte swizzles only");
     if ((descriptor >> 49 & 7) != 0) Fail("wgmma: the simulator has no base offset");
   }
   uint32_t At(int mn, int k) const {
     const uint32_t at = mn_major
                             ? start + mn / 64 * leading + k / 8 * stride + k % 8 * 128 + mn % 64 * 2
-                            : start + mn / 8 * stride + mn % 8 * 128 + k * 2;
+                            : start + mn / 8 * stride + mn % 8 * 128 + k * bytes;
     return Swizzled128(at);
   }
   static uint32_t Swizzled128(uint32_t at) { return at ^ (at >> 7 & 7) << 4; }
 };
 
-float ToFloat(uint16_t bits, bool half) {
-  if (half) {
+float ToFloat(uint16_t bits, WgmmaType type) {
+  if (type == WgmmaType::kE4m3) {
+    const auto byte = static_cast<__nv_fp8_storage_t>(bits);
+    return __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3)));
+  }
+  if (type == WgmmaType::kHalf) {
     __half_raw raw;
     raw.x = bits;
     return __half2float(__half(raw));
@@ -51,35 +58,36 @@ int ColumnOf(int thread, int i) { return 8 * (i / 4) + 2 * (thread % 4) + i % 2;
 
 void Execute(const Cta& cta, const WgmmaOp& op) {
   const WgmmaShape& s = op.shape;
-  static float a[64][16], b[16][256], d[64][256];
+  static float a[64][32], b[32][256], d[64][256];
+  const int bytes = s.ElementBytes();
   const auto load = [&](uint32_t at) {
-    if (at + 2 > kSmemBytes) Fail("wgmma reads outside of shared memory");
-    uint16_t bits;
-    std::memcpy(&bits, cta.smem + at, 2);
-    return ToFloat(bits, s.half);
+    if (at + bytes > kSmemBytes) Fail("wgmma reads outside of shared memory");
+    uint16_t bits = 0;
+    std::memcpy(&bits, cta.smem + at, bytes);
+    return ToFloat(bits, s.type);
   };
   if (s.a_in_registers) {
     for (int t = 0; t < 128; ++t) {
       for (int i = 0; i < 8; ++i) {  // as the accumulators of 16 columns
         const auto bits = static_cast<uint16_t>(op.a[t][i / 2] >> 16 * (i % 2));
-        a[RowOf(t, i)][ColumnOf(t, i)] = ToFloat(bits, s.half);
+        a[RowOf(t, i)][ColumnOf(t, i)] = ToFloat(bits, s.type);
       }
     }
   } else {
-    const Operand operand(s.a, s.trans_a);
+    const Operand operand(s.a, s.trans_a, bytes);
     for (int m = 0; m < 64; ++m) {
-      for (int k = 0; k < 16; ++k) a[m][k] = load(operand.At(m, k));
+      for (int k = 0; k < s.K(); ++k) a[m][k] = load(operand.At(m, k));
     }
   }
-  const Operand operand(s.b, s.trans_b);
-  for (int k = 0; k < 16; ++k) {
+  const Operand operand(s.b, s.trans_b, bytes);
+  for (int k = 0; k < s.K(); ++k) {
     for (int n = 0; n < s.n; ++n) b[k][n] = load(operand.At(n, k));
   }
   for (int t = 0; t < 128; ++t) {
     for (int i = 0; i < s.n / 2; ++i) d[RowOf(t, i)][ColumnOf(t, i)] = s.adds ? op.d[t][i] : 0;
   }
   for (int m = 0; m < 64; ++m) {
-    for (int k = 0; k < 16; ++k) {
+    for (int k = 0; k < s.K(); ++k) {
       for (int n = 0; n < s.n; ++n) d[m][n] += a[m][k] * b[k][n];
     }
   }
@@ -90,16 +98,18 @@ void Execute(const Cta& cta, const WgmmaOp& op) {
 
 // What wgmma reads must have been fenced, by who wrote it or by all threads that multiply.
 void CheckOperands(Cta* cta, const WgmmaOp& op, uint64_t fenced) {
+  const WgmmaShape& s = op.shape;
+  const int bytes = s.ElementBytes(), vector = 16 / bytes;
   const auto check = [&](const Operand& operand, int mns) {
-    const int mn_step = operand.mn_major ? 8 : 1, k_step = operand.mn_major ? 1 : 8;
+    const int mn_step = operand.mn_major ? vector : 1, k_step = operand.mn_major ? 1 : vector;
     for (int mn = 0; mn < mns; mn += mn_step) {
-      for (int k = 0; k < 16; k += k_step) {
+      for (int k = 0; k < s.K(); k += k_step) {
         CheckRead({cta, operand.At(mn, k)}, 16, fenced, "wgmma");
       }
     }
   };
-  if (!op.shape.a_in_registers) check(Operand(op.shape.a, op.shape.trans_a), 64);
-  check(Operand(op.shape.b, op.shape.trans_b), op.shape.n);
+  if (!s.a_in_registers) check(Operand(s.a, s.trans_a, bytes), 64);
+  check(Operand(s.b, s.trans_b, bytes), s.n);
 }
 
 WgmmaUnit& UnitOf(const Thread& thread) { return thread.cta->warpgroups[thread.index / 128]; }

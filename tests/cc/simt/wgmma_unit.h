@@ -12,18 +12,22 @@ namespace jflux::simt {
 
 struct Thread;
 
-// One instruction: D[64, n] += A[64, 16] @ B[16, n]. All threads give the same, but for `adds`
-// of registers.
+enum class WgmmaType { kBfloat16, kHalf, kE4m3 };
+
+// One instruction: D[64, n] += A[64, k] @ B[k, n], with 32 bytes of k. All threads give the same,
+// but for `adds` of registers.
 struct WgmmaShape {
   int n;
-  bool half;              // else bfloat16
+  WgmmaType type;
   bool trans_a, trans_b;  // MN-major
   bool a_in_registers;
   bool adds;
   uint64_t a, b;  // matrix descriptors
 
+  int ElementBytes() const { return type == WgmmaType::kE4m3 ? 1 : 2; }
+  int K() const { return 32 / ElementBytes(); }
   bool operator==(const WgmmaShape& o) const {
-    return n == o.n && half == o.half && trans_a == o.trans_a && trans_b == o.trans_b &&
+    return n == o.n && type == o.type && trans_a == o.trans_a && trans_b == o.trans_b &&
            a_in_registers == o.a_in_registers && adds == o.adds && a == o.a && b == o.b;
   }
 };

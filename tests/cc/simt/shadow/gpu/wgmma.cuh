@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 #include <type_traits>
@@ -27,17 +28,25 @@ void Wait() {
 template <int kCount>
 void Pin(float (&)[kCount]) {}
 
+template <typename T>
+constexpr simt::WgmmaType TypeOf() {
+  return std::is_same_v<T, __half>          ? simt::WgmmaType::kHalf
+         : std::is_same_v<T, __nv_bfloat16> ? simt::WgmmaType::kBfloat16
+                                            : simt::WgmmaType::kE4m3;
+}
+
 // A by descriptor.
 template <int kTransA, int kTransB, typename T, int kCount>
 void Multiply(const T*, float (&d)[kCount], uint64_t a, uint64_t b, bool adds) {
-  simt::WgmmaIssue({2 * kCount, std::is_same_v<T, __half>, kTransA != 0, kTransB != 0,
+  static_assert(sizeof(T) > 1 || (kTransA == 0 && kTransB == 0));
+  simt::WgmmaIssue({2 * kCount, TypeOf<T>(), kTransA != 0, kTransB != 0,
                     /*a_in_registers=*/false, adds, a, b},
                    d, nullptr);
 }
 // A from registers.
 template <int kTransB, typename T, int kCount>
 void Multiply(const T*, float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool adds) {
-  simt::WgmmaIssue({2 * kCount, std::is_same_v<T, __half>, false, kTransB != 0,
+  simt::WgmmaIssue({2 * kCount, TypeOf<T>(), false, kTransB != 0,
                     /*a_in_registers=*/true, adds, 0, b},
                    d, a);
 }
