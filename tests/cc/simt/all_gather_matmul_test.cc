@@ -79,7 +79,7 @@ int64_t RunOf(const Case& c, uint32_t seed) {
   constexpr int kCalls = 3;
   std::mt19937 random(seed);
   AllGatherMatmulParams p{};
-  p.rows = c.rows, p.k = c.k, p.n = c.n, p.dtype = p.w_dtype = simt::kDTypeOf<T>;
+  p.rows = c.rows, p.k = c.k, p.n = c.n, p.dtype = simt::kDTypeOf<T>;
   p.out_dtype = simt::kDTypeOf<R>;
   p.transpose_rhs = c.transpose_rhs, p.return_gathered = c.return_gathered;
   const WorkspaceLayout workspace = CudaLayoutOf(p).Workspace();
