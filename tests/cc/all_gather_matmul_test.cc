@@ -95,11 +95,17 @@ TEST(Plans) {
       });
 }
 
-// No GPU kernel takes 8 bits, and no kernel two types that are no product.
+// GPU kernels take 8 bits of e4m3 alone, with w along k; and no kernel two types that are no
+// product.
 TEST(FormatsThatAreRefused) {
   AllGatherMatmulParams p = Small(16, 16);
-  p.dtype = DType::kF8E4M3FN, p.out_dtype = DType::kBF16;
-  EXPECT_EQ(WhyNoKernel(p), "operands are float8_e4m3fn, the kernels take float16, bfloat16");
+  p.dtype = DType::kF8E4M3FN, p.out_dtype = DType::kBF16, p.transpose_rhs = false;
+  EXPECT_EQ(WhyNoKernel(p), "w of float8_e4m3fn must be stored [n, k]");
+  p.transpose_rhs = true;
+  EXPECT_EQ(WhyNoKernel(p), "");
+  p.dtype = DType::kF8E5M2, p.w_dtype = DType::kF8E4M3FN;
+  EXPECT_EQ(WhyNoKernel(p),
+            "operands are float8_e5m2, the kernels take float16, bfloat16, float8_e4m3fn");
   const auto why_not = [](DType x, DType w, DType y) {
     return WhyNotFormats(kAllGatherMatmulCpuFormats, kAllFormats, x, w, y);
   };
