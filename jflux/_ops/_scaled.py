@@ -168,7 +168,7 @@ def _as_scaled(op: str, name: str, operand: Any) -> Scaled | None:
             # Tiles are of one size, and 128 does not divide the dimension.
             raise ValueError(f"jflux.{op}: the scale of {name} is not one of blocks of {BLOCK}")
         return found
-    if hasattr(operand, "data") and hasattr(operand, "scale_inv"):  # ScaledTensor1x
+    if hasattr(operand, "scale_inv") and hasattr(operand, "data"):  # ScaledTensor1x
         if getattr(operand, "is_colwise", False) or operand.scale_inv.size != 1:
             raise ValueError(
                 f"jflux.{op}: {name} is one of Transformer Engine's tensors that jflux does not "
