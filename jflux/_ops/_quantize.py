@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from ._scaled import BLOCK, TYPES, Scaled, over_elements, without_derivative
+from ._scaled import BLOCK, TYPES, Scaled, spread, without_derivative
 
 #: The smallest scale: below it float32 has fewer bits, and GPUs may take it for zero.
 SMALLEST = float(jnp.finfo(jnp.float32).tiny)
@@ -99,15 +99,17 @@ def quantize(
     @without_derivative(
         "jflux.quantize has no derivative: where x is a constant, pass jax.lax.stop_gradient(x)"
     )
-    def quantized(x: jax.Array, scale: jax.Array | None) -> tuple[Scaled, Losses]:
+    def quantized(x: jax.Array, scale: jax.Array | None) -> tuple[Scaled, Losses | None]:
         wide = x.astype(jnp.float32)
         if scale is None:
             scale = _scale(wide, dtype, block, power_of_two)
         else:
             whole = jnp.isfinite(_largest_in(wide, block))
             scale = jnp.where(whole, scale, jnp.nan)
-        ratio = wide / _spread(scale, x.shape)
+        ratio = wide / spread(scale, x.shape)
         values = _rounded(ratio, dtype)
+        if not return_losses:
+            return Scaled(values, scale), None
         lost = ((values == 0) & (wide != 0), jnp.abs(ratio) > largest(dtype))
         return Scaled(values, scale), Losses(*(jnp.sum(one, dtype=jnp.int32) for one in lost))
 
@@ -174,9 +176,3 @@ def _rounded(ratio: jax.Array, dtype: np.dtype) -> jax.Array:
         ratio = jnp.where(jnp.isnan(ratio), 0, jnp.round(ratio))
     # XLA may leave out a cast there and back: what is behind the barrier has been rounded.
     return lax.optimization_barrier(ratio.astype(dtype))
-
-
-def _spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    for axis, size in enumerate(shape):
-        scale = over_elements(scale, axis, size)
-    return scale

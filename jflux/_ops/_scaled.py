@@ -81,9 +81,7 @@ class Scaled:
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
         """``values * scale`` in float32, rounded to `dtype`."""
-        scale = self.scale
-        for dimension in range(self.ndim):
-            scale = over_elements(scale, dimension, self.shape[dimension])
+        scale = spread(self.scale, self.shape)
         return (self.values.astype(jnp.float32) * scale).astype(dtype)
 
 
@@ -236,10 +234,7 @@ def has_blocks_of_k(x: Scaled, *ws: Scaled, transpose_rhs: bool) -> bool:
 
 def of_rows(x: Scaled) -> jax.Array:
     """The scale of x's rows, [..., rows, 1]."""
-    scale = x.scale
-    for dimension in range(x.ndim - 1):
-        scale = over_elements(scale, dimension, x.shape[dimension])
-    return jnp.broadcast_to(scale, (*x.shape[:-1], 1))
+    return jnp.broadcast_to(spread(x.scale, x.shape[:-1]), (*x.shape[:-1], 1))
 
 
 def of_columns(w: Scaled, transpose_rhs: bool) -> jax.Array:
@@ -275,9 +270,8 @@ def matmul(x: Scaled, w: Scaled, precision: lax.PrecisionLike, transpose_rhs: bo
 def _matmul(x: Scaled, w: Scaled, precision: lax.PrecisionLike, transpose_rhs: bool) -> Any:
     k_of_w = 1 if transpose_rhs else 0
     # Scales as [..., rows, k] and [k, n].
-    x_scale, w_scale = x.scale, w.scale.T if transpose_rhs else w.scale
-    for dimension in range(x.ndim - 1):
-        x_scale = over_elements(x_scale, dimension, x.shape[dimension])
+    x_scale = spread(x.scale, x.shape[:-1])
+    w_scale = w.scale.T if transpose_rhs else w.scale
     w_scale = over_elements(w_scale, 1, w.shape[1 - k_of_w])
 
     def product(x_values: jax.Array, w_values: jax.Array, sx: jax.Array, sw: jax.Array) -> Any:
@@ -378,6 +372,13 @@ def _repeated(scale: jax.Array, dimension: int, times: int) -> jax.Array:
     """A scale of size 1 in this dimension, as one of `times`."""
     shape = [*scale.shape[:dimension], times, *scale.shape[dimension + 1 :]]
     return jnp.broadcast_to(scale, shape)
+
+
+def spread(scale: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    """:func:`over_elements` in each of the first dimensions, of these sizes."""
+    for dimension, size in enumerate(sizes):
+        scale = over_elements(scale, dimension, size)
+    return scale
 
 
 def over_elements(scale: jax.Array, dimension: int, size: int) -> jax.Array:
