@@ -9,10 +9,11 @@ import jax
 from jax import lax
 from jax.typing import DTypeLike
 
-from .. import _epilogue, _lax, _scaled
+from .. import _epilogue, _lax, _recipe, _scaled
 from .._lax import several
+from .._recipe import Recipe
 from .._scaled import Operand, Scaled
-from . import _product
+from . import _by_recipe, _product
 
 OP = "matmul"
 
@@ -27,6 +28,7 @@ def matmul(
     gated: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    recipe: Recipe | None = None,
 ) -> Any:
     """``x @ w`` on one rank, by `lax.dot_general`; operands may have scales::
 
@@ -48,6 +50,9 @@ def matmul(
       preferred_element_type: the type of y; by default bfloat16 of scaled operands, and without
         scales that of :func:`jflux.all_gather_matmul`.
       precision: as in `lax.dot_general`.
+      recipe: a :class:`jflux.Recipe`, by which x and w, which have no scale then, are quantised,
+        and what gradients need. Not to be had without it: the gradient of a product of scaled
+        operands.
 
     Returns:
       y, or a tuple of them if w is several and not gated.
@@ -63,6 +68,7 @@ def matmul(
       >>> y.dtype, float(y[0, 0])
       (dtype(bfloat16), 256.0)
     """
+    recipe = _recipe.of_call(OP, recipe, x, w, transpose_rhs)
     x, w = _scaled.of_product(OP, x, w)
     ws = several(w)
     if not ws:
@@ -81,6 +87,11 @@ def matmul(
     if preferred_element_type is None and not isinstance(x, Scaled):
         preferred_element_type = _product.default_dtype("all_gather_matmul", x, ws)
     out = _product.out_dtype(OP, (x, *ws), preferred_element_type, precision)
+    if recipe is not None:
+        return _by_recipe.product(
+            OP, x, w, recipe=recipe, transpose_rhs=transpose_rhs, out=out, precision=precision,
+            bias=bias, activation=activation, gated=gated,
+        )  # fmt: skip
     wide = out if epilogue is None else _epilogue.sum_dtype(out)
     ys = [_lax.matmul(x, one, wide, precision, transpose_rhs) for one in ws]
     if epilogue is not None:

@@ -1,0 +1,381 @@
+"""Products by a recipe, and their gradients, for all ops: quantised operands, and the op of scaled
+operands that exists.
+
+The gradient of a product that moves x (``f(x) @ w``) is one that moves what it has multiplied,
+``f^T(dy @ w^T)``, and the other way round. So dx is a call of another op, `_DUALS`, and what moves
+in either direction is multiplied for dw.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from ..._call.derivatives import differentiated, spread
+from ..._ranks import meshes
+from .. import _epilogue, _lax
+from .._epilogue import ACTIVATED, PREACTIVATION, Epilogue
+from .._lax import several
+from .._recipe import QUANTIZED, WIDE, Format, QuantizedWeight, Recipe, in_rows
+from .._scaled import BLOCK, Scaled
+from .._spec import all_ops
+from ._product import PRODUCT
+from ._product import columns as columns_of
+
+#: By op: that of dx, and what it calls the op's own options.
+_DUALS: dict[str, tuple[str, dict[str, str]]] = {
+    "matmul": ("matmul", {}),
+    "all_gather_matmul": ("matmul_reduce_scatter", {"gather_dimension": "scatter_dimension"}),
+    "matmul_reduce_scatter": ("all_gather_matmul", {"scatter_dimension": "gather_dimension"}),
+    "matmul_all_to_all": (
+        "all_to_all_matmul", {"split_axis": "concat_axis", "concat_axis": "split_axis"},
+    ),
+    "all_to_all_matmul": (
+        "matmul_all_to_all", {"split_axis": "concat_axis", "concat_axis": "split_axis"},
+    ),
+}  # fmt: skip
+
+#: By op: the option that returns x as it was moved, of those that move it.
+_RETURNS = {
+    "all_gather_matmul": "return_gathered",
+    "all_to_all_matmul": "return_exchanged",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Params:
+    """A call, less its operands: xs, ws, biases, perhaps the residual, and the quantised copies
+    (forward, backward) of each w.
+
+    Attributes:
+      options: the axis and dimensions, as the op takes them.
+      xs, ws: how many.
+      biased: which of the results have a bias.
+      kept_as: the name of what is kept of x.
+      reference: in plain `lax`.
+    """
+
+    op: str
+    recipe: Recipe
+    options: tuple[tuple[str, Any], ...]
+    xs: int
+    ws: int
+    biased: tuple[bool, ...]
+    residual: bool
+    transpose_rhs: bool
+    out: np.dtype
+    precision: Any
+    kept_as: str
+    reference: bool
+
+    @property
+    def moves_x(self) -> bool:
+        """Whether the op moves x, and not its product."""
+        return self.op in _RETURNS
+
+    @property
+    def moves_product(self) -> bool:
+        """Whether the op moves its product, and its gradient dy."""
+        return self.op not in ("matmul", *_RETURNS)
+
+    @property
+    def dual(self) -> tuple[str, dict[str, Any]]:
+        """The op of dx, and its options."""
+        name, names = _DUALS[self.op]
+        return name, {names.get(option, option): value for option, value in self.options}
+
+    def split(self, operands: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+        """(xs, ws, biases, the rest)."""
+        ws, biases = self.xs, self.xs + self.ws
+        rest = biases + sum(self.biased)
+        return operands[:ws], operands[ws:biases], operands[biases:rest], operands[rest:]
+
+
+def product(
+    op: str,
+    x: Any,
+    w: Any,
+    *,
+    recipe: Recipe,
+    transpose_rhs: bool,
+    out: Any,
+    precision: Any,
+    bias: Any = None,
+    residual: jax.Array | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+    kept_as: str = QUANTIZED,
+    reference: bool = False,
+    **options: Any,
+) -> Any:
+    """y of an op, of one rank's operands that were checked.
+
+    Args:
+      x, w: arrays, or several; a w may be quantised.
+      out: y's type.
+      bias: for each result; None for none.
+      options: the op's axis and dimensions.
+    """
+    xs, ws = several(x), several(w)
+    _check_columns(op, xs[0], ws[0], transpose_rhs, options)
+    results = 1 if op == "matmul_reduce_scatter" else len(ws)
+    biases = _epilogue.of_each(bias, results)
+    params = _Params(
+        op=op,
+        recipe=recipe,
+        options=tuple(options.items()),
+        xs=len(xs),
+        ws=len(ws),
+        biased=tuple(b is not None for b in biases),
+        residual=residual is not None,
+        transpose_rhs=transpose_rhs,
+        out=np.dtype(out),
+        precision=recipe.precision if precision is None else precision,
+        kept_as=kept_as,
+        reference=reference,
+    )
+    # Their gradients are summed over ranks that share them in this type.
+    wide = _epilogue.sum_dtype(params.out)
+    added = [jnp.asarray(b).astype(wide) for b in biases if b is not None]
+    added += [] if residual is None else [residual]
+    copies = [
+        (one.forward, one.backward) if isinstance(one, QuantizedWeight) else None for one in ws
+    ]
+    arrays = [one.w if isinstance(one, QuantizedWeight) else one for one in ws]
+    ys = _product(params, *xs, *arrays, *added, *lax.stop_gradient(copies))
+    if activation is not None:
+        ys = _activated(Epilogue((False,) * len(ys), activation, gated), *ys)
+    is_several = isinstance(w, tuple | list) and op != "matmul_reduce_scatter"
+    return tuple(ys) if is_several and not gated else ys[0]
+
+
+def _check_columns(
+    op: str, x: Any, w: Any, transpose_rhs: bool, options: Mapping[str, Any]
+) -> None:
+    """Raises for columns that an exchange puts together, or splits, within blocks of a scale: they
+    are summed over, one way or back."""
+    if "split_axis" not in options:
+        return
+    moves_x = op in _RETURNS
+    columns = x.shape[-1] if moves_x else columns_of(w, transpose_rhs)
+    if options["split_axis"] == x.ndim - 1:
+        columns //= meshes.axis_size(options["axis_name"])
+    elif options["concat_axis"] != x.ndim - 1:
+        return
+    if columns % BLOCK != 0:
+        raise ValueError(
+            f"jflux.{op}: with a recipe each rank has whole blocks of {BLOCK} of the columns that "
+            f"are exchanged, whose scales are its own; here it has {columns}"
+        )
+
+
+def _multiply(
+    op: str, xs: Sequence[Any], ws: Sequence[Any], reference: bool, **options: Any
+) -> tuple[Sequence[jax.Array], Sequence[Any]]:
+    """(the products, x as it was moved) of an op; each w is [n, k]."""
+    options["transpose_rhs"] = True
+    if op == "matmul" and len(xs) > 1:
+        wanted = (options["preferred_element_type"], options["precision"])
+        return [_lax.sum_of_products(xs, ws, *wanted, transpose_rhs=True)], xs
+    if op == "matmul":
+        return _matmul(xs[0], ws, **options), xs
+    if op == "matmul_reduce_scatter":
+        xs, ws = _one_term(xs, ws)
+    spec = all_ops()[op]
+    function = spec.reference if reference else spec.function
+    x = xs if op == "matmul_reduce_scatter" else xs[0]
+    w = ws[0] if "split_axis" in options else ws
+    if op in _RETURNS:
+        y, moved = function(x, w, **{_RETURNS[op]: True}, **options)
+        return several(y), [moved]
+    return [function(x, w, **options)], xs
+
+
+def _made(operands: Sequence[Any], params: _Params) -> tuple[Sequence[Any], Any]:
+    """(ys, what is kept)."""
+    xs, ws, biases, rest = params.split(operands)
+    residual, copies = (rest[0], rest[1:]) if params.residual else (None, rest)
+    recipe = params.recipe
+    forward, backward = [], []
+    for w, copy in zip(ws, copies, strict=True):
+        if copy is None:
+            found = recipe.quantize_weight(w, transpose_rhs=params.transpose_rhs)
+            copy = found.forward, found.backward
+        forward.append(copy[0])
+        backward.append(copy[1])
+    options = dict(params.options)
+    if any(params.biased):
+        each = spread(biases, params.biased)
+        options["bias"] = each[0] if params.op == "matmul_reduce_scatter" else each
+    if residual is not None:
+        options["residual"] = residual
+    ys, moved = _multiply(
+        params.op,
+        [recipe.x.of_rows(x)[0] for x in xs],
+        forward,
+        params.reference,
+        preferred_element_type=params.out,
+        precision=params.precision,
+        **options,
+    )
+    return ys, (list(moved), backward)
+
+
+def _forward(call: Any, operands: Sequence[Any], params: _Params) -> tuple[Sequence[Any], Any]:
+    ys, (xs, ws) = _made(operands, params)
+    xs = jax.tree.map(lambda a: checkpoint_name(a, params.kept_as), xs)
+    return [checkpoint_name(y, PRODUCT) for y in ys], (xs, ws)
+
+
+def _tangents(kept: Any, tangents: Sequence[Any], params: _Params) -> Any:
+    raise NotImplementedError(
+        f"jflux.{params.op}: with a recipe there is reverse mode alone (jax.grad, jax.vjp): a "
+        "recipe does not say how tangents are quantised"
+    )
+
+
+def _backward(
+    kept: Any, cotangents: Sequence[Any], wanted: Sequence[Any], params: _Params
+) -> list[Any]:
+    (xs, ws), recipe = kept, params.recipe
+    x_types, w_types, bias_types, rest = params.split(wanted)
+    biased = [dy for dy, b in zip(cotangents, params.biased, strict=True) if b]
+    dadded = [
+        None if dy is None or b is None else _epilogue.sum_of_rows(dy).astype(b.dtype)
+        for dy, b in zip(biased, bias_types, strict=True)
+    ]
+    if params.residual:
+        dy, like = cotangents[0], rest[0]
+        dadded.append(None if dy is None or like is None else dy.astype(like.dtype))
+    dadded += [None] * params.ws  # of copies
+    given = [i for i, dy in enumerate(cotangents) if dy is not None]
+    dws: list[Any] = [None] * params.ws
+    dxs: list[Any] = [None] * params.xs
+    if not given:
+        return [*dxs, *dws, *dadded]
+    dys = [cotangents[i] for i in given]
+    turns = recipe.dw == recipe.dy.block and not params.moves_product
+    turns = turns and any(w is not None for w in w_types)
+    quantized = [recipe.dy.of_rows(dy, transpose=turns) for dy in dys]
+    moved: Sequence[Any] = [one for one, _ in quantized]
+    if any(x is not None for x in x_types):
+        op, options = params.dual
+        like = next(x for x in x_types if x is not None)
+        found, moved = _multiply(
+            op,
+            moved,
+            ws if params.moves_product else [ws[i] for i in given],
+            params.reference,
+            preferred_element_type=like.dtype,
+            precision=recipe.gradient_precision,
+            **options,
+        )
+        dxs = [None if x is None else dx for x, dx in zip(x_types, found, strict=True)]
+    elif params.moves_product:
+        moved = [_moved(one, params) for one in moved]
+    for i, w in enumerate(w_types):
+        at = 0 if params.moves_product else i
+        if w is None or at not in given:
+            continue
+        x = xs[i if params.xs > 1 else 0]
+        at = given.index(at)
+        dy, turned = (moved[at], None) if params.moves_product else (dys[at], quantized[at][1])
+        dws[i] = _weight_gradient(x, dy, turned, params, w.dtype)
+    return [*dxs, *dws, *dadded]
+
+
+def _one_term(xs: Sequence[Scaled], ws: Sequence[Scaled]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Several terms as one over all of their k, where their scales are of whole blocks of k:
+    kernels take one."""
+    each = [(one.shape[-1], one.scale.shape[-1]) for one in (*xs, *ws)]
+    if len(xs) == 1 or any(k != BLOCK * blocks for k, blocks in each):
+        return xs, ws
+    join = lambda *arrays: jnp.concatenate(arrays, -1)  # noqa: E731
+    return [jax.tree.map(join, *xs)], [jax.tree.map(join, *ws)]
+
+
+def _matmul(x: Scaled, w: Any, **options: Any) -> Any:
+    from .matmul import matmul  # which takes recipes, and so imports this module
+
+    return matmul(x, w, **options)
+
+
+def _moved(dy: Scaled, params: _Params) -> Scaled:
+    """dy, as the product of dx would have moved it."""
+    options: Mapping[str, Any] = dict(params.options)
+    collective = all_ops()[params.op].communication(dy.ndim, **options).transposed()
+    return collective.lax(dy, options["axis_name"])
+
+
+def _weight_gradient(
+    x: Scaled, dy: jax.Array | Scaled, turned: Scaled | None, params: _Params, dtype: Any
+) -> jax.Array:
+    """x^T @ dy over all leading dimensions: [k, n], or [n, k] with ``transpose_rhs``.
+
+    Args:
+      turned: dy^T [n, rows] quantised, if that was made.
+    """
+    recipe = params.recipe
+    if recipe.dw is None:
+        wide = dy.dequantize(WIDE) if isinstance(dy, Scaled) else dy.astype(WIDE)
+        return _lax.weight_gradient(x.dequantize(WIDE), wide, params.transpose_rhs, dtype, None)
+    lhs, rhs = _along_rows(x, recipe.x, recipe.dw), turned
+    if rhs is None:
+        rhs = _along_rows(dy, recipe.dy, recipe.dw)
+    if params.transpose_rhs:
+        lhs, rhs = rhs, lhs
+    return _matmul(
+        lhs, rhs, transpose_rhs=True, preferred_element_type=dtype,
+        precision=recipe.gradient_precision,
+    )  # fmt: skip
+
+
+def _along_rows(a: jax.Array | Scaled, of: Format, block: tuple[int, int]) -> Scaled:
+    """a [..., columns] as [columns, rows], for a sum over its rows."""
+    if isinstance(a, Scaled):
+        if a.scale.size == 1 and block == (-1, -1):
+            return Scaled(in_rows(a.values).T, a.scale.reshape(1, 1))
+        a = a.dequantize(WIDE)  # exact of scales that are powers of two
+    return dataclasses.replace(of, block=block).quantize(in_rows(a).T)
+
+
+_product = differentiated(
+    lambda params, *operands: _made(operands, params)[0],
+    kept=lambda operands, params: _made(operands, params)[1],
+    tangents=_tangents,
+    backward=_backward,
+    forward=_forward,
+    axes=lambda params: dict(params.options).get("axis_name"),
+)
+
+
+# ---- Activations ---------------------------------------------------------------------------------
+
+
+def _forward_activated(
+    call: Any, sums: Sequence[Any], epilogue: Epilogue
+) -> tuple[Sequence[Any], Any]:
+    sums = [checkpoint_name(one, PREACTIVATION) for one in sums]
+    return [checkpoint_name(y, ACTIVATED) for y in call(epilogue, *sums)], list(sums)
+
+
+def _tangents_activated(sums: Any, tangents: Sequence[Any], epilogue: Epilogue) -> Any:
+    dense = [jnp.zeros_like(one) if t is None else t for one, t in zip(sums, tangents, strict=True)]
+    return _epilogue.tangents(epilogue, sums, dense)
+
+
+_activated = differentiated(
+    lambda epilogue, *sums: _epilogue.apply(epilogue, sums, (), sums[0].dtype)[0],
+    kept=lambda sums, epilogue: list(sums),
+    tangents=_tangents_activated,
+    backward=lambda sums, dys, wanted, epilogue: _epilogue.gradient(epilogue, sums, dys),
+    forward=_forward_activated,
+    axes=lambda epilogue: None,
+)
