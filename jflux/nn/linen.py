@@ -13,6 +13,7 @@ Fields that the layers have beside those of Flax's own of like names:
 - ``x_spec``: on global arrays, how activations are sharded beside ``axis_name``, such as
   ``P("data")``. Not needed under explicit sharding.
 - ``axes``: logical names of the kernel's dimensions.
+- ``recipe``: a :class:`jflux.Recipe`, by which the layer's products are made in 8 bits.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from .._ops._recipe import Recipe
 from .._ops.attention.kv_cache import KVCache
 from .._ops.attention.sequence_layouts import Layout
 from .._ranks import global_arrays, meshes
@@ -70,6 +72,7 @@ class _Layer(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     precision: Any = None
+    recipe: Recipe | None = None
     kernel_init: Initializer = _flax.kernel_init
     bias_init: Initializer = _flax.bias_init
 

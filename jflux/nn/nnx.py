@@ -9,7 +9,7 @@ under ``jit``, on global arrays, or inside ``jax.shard_map`` on one rank's.
 Options of all layers, beside those of Flax's own of like names (`use_bias`, `dtype`, `param_dtype`,
 `precision`, `kernel_init`, `bias_init`):
 
-- `axis_name`, `sequence_parallel`, `x_spec`: as in :mod:`jflux.nn.linen`.
+- `axis_name`, `sequence_parallel`, `x_spec`, `recipe`: as in :mod:`jflux.nn.linen`.
 - `rules`: which mesh axes the logical names stand for. By default the context's
   (``flax.nnx.logical_axis_rules``), or if there are none :func:`jflux.nn.logical_axis_rules`.
 """
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _config
+from .._ops._recipe import Recipe
 from .._ops.attention.kv_cache import KVCache
 from .._ops.attention.sequence_layouts import Layout
 from .._ranks.meshes import AxisName, axes_of
@@ -122,6 +123,7 @@ class _Layer(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         precision: Any = None,
+        recipe: Recipe | None = None,
         rules: _rules.Rules | None = None,
     ):
         self.axis_name = axis_name
@@ -131,6 +133,7 @@ class _Layer(nnx.Module):
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.precision = precision
+        self.recipe = recipe
         self.rules = None if rules is None else tuple(rules)
 
     def make(
