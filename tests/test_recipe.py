@@ -394,3 +394,80 @@ def test_shard_map_knows_what_varies():
 
     got, want = (run(jax.jit(jax.grad(f, (0, 1))), x, w) for f in (mapped, plain))
     near(got, want, step=2.0**-6)
+
+
+# ---- Delayed scaling -----------------------------------------------------------------------------
+
+each_way = pytest.mark.parametrize("way", ["global", "shard_map", "unchecked"])
+
+
+@each_way
+def test_delayed_scaling_over_ranks(way):
+    """Three steps of an MLP on one rank and on several: y, gradients and states are the same."""
+    recipe = jflux.Recipe.tensor
+    x, up, down = normal(0, 64, K) / 4, normal(1, K, N) / 16, normal(2, N, K) / 16
+    ops = ("all_gather_matmul", "matmul_reduce_scatter")
+
+    def loss(gather, scatter, x, up, down, states):
+        hidden = gather(x, up, activation="silu", recipe=states[0])
+        return jnp.sum(jnp.sin(scatter(hidden, down, recipe=states[1])))
+
+    def on_one_rank(*args):
+        return loss(jflux.matmul, jflux.matmul, *args)
+
+    def on_ranks(*args):
+        if way == "global":
+            return loss(*map(call, ops), *args)
+        bound = [functools.partial(getattr(jflux, op), axis_name="tp") for op in ops]
+        return jax.shard_map(
+            lambda *args: jax.lax.psum(loss(*bound, *args), "tp"), mesh=make_mesh((WORLD,)),
+            in_specs=(P("tp"), P(None, "tp"), P("tp"), P()), out_specs=P(),
+            check_vma=way == "shard_map",
+        )(*args)  # fmt: skip
+
+    states = [(recipe.delayed(2),) * 2] * 2
+    steps = [jax.jit(jax.value_and_grad(f, range(4))) for f in (on_one_rank, on_ranks)]
+    for i in range(3):
+        scaled = x * 2.0**i
+        one, other = (run(step, scaled, up, down, s) for step, s in zip(steps, states, strict=True))
+        near(other[0], one[0], step=2.0**-6)
+        near(other[1][:3], one[1][:3], step=2.0**-4)
+        near(other[1][3], one[1][3], step=2.0**-6)
+        states = [one[1][3], other[1][3]]
+    # Histories of two steps: the third one's scale is of the second one's x.
+    most = np.abs(x).max()
+    state = states[1][0]
+    assert np.array_equal(np.sort(state.input_amax_history), np.float32([2 * most, 4 * most]))
+    assert state.input_scale == 2.0 ** np.ceil(np.log2(2 * most / 448))
+    assert state.output_grad_scale < 1 and state.kernel_scale < 1
+
+
+def test_delayed_scaling_is_that_of_flax():
+    fp8_ops = pytest.importorskip("flax.linen.fp8_ops")
+    powers = {"power_of_two": False}
+    recipe = jflux.Recipe.tensor
+    recipe = dataclasses.replace(
+        recipe, **{n: dataclasses.replace(getattr(recipe, n), **powers) for n in ("x", "w", "dy")}
+    )
+    x, w, dy = operands(64)
+    flax = fp8_ops.Fp8DirectDotGeneralOp(amax_history_length=4)
+    numbers = (((1,), (0,)), ((), ()))
+    name = "_overwrite_with_gradient"
+    theirs = jax.jit(flax.init, static_argnums=3)(jax.random.key(0), x, w, numbers)[name]
+    ours = recipe.delayed(4)
+
+    @jax.jit
+    def step(x, w, dy, theirs, ours):
+        by_flax = lambda x, w, s: jnp.sum(flax.apply({name: s}, x, w, numbers) * dy)  # noqa: E731
+        by_jflux = lambda x, w, s: jnp.sum(jflux.matmul(x, w, recipe=s) * dy)  # noqa: E731
+        return jax.grad(by_flax, (0, 1, 2))(x, w, theirs), jax.grad(by_jflux, (0, 1, 2))(x, w, ours)
+
+    for i in range(4):
+        want, got = run(step, x * 1.5**i, w, dy, theirs, ours)
+        near(got[:2], want[:2], step=2.0**-4)
+        theirs, ours = want[2], got[2]
+        for field, value in theirs.items():
+            np.testing.assert_allclose(getattr(ours, field), value, rtol=1e-6)
+    told = pytest.raises(ValueError, match="scales of tensors alone")
+    with told:
+        jflux.Recipe.block.delayed()

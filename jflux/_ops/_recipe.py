@@ -52,11 +52,13 @@ class Format:
         """a [..., rows, columns], columns being summed over."""
         return quantize(a, self.dtype, block=self.block, power_of_two=self.power_of_two, **options)
 
-    def of_rows(self, a: jax.Array, transpose: bool = False) -> tuple[Scaled, Scaled | None]:
+    def of_rows(
+        self, a: jax.Array, transpose: bool = False, scale: jax.Array | None = None
+    ) -> tuple[Scaled, Scaled | None]:
         """a [..., columns], of which all leading dimensions are rows; with `transpose` also
-        [columns, rows]."""
+        [columns, rows]. By this scale [1, 1], if it is given."""
         flat = in_rows(a)
-        found = self.quantize(flat, transpose=transpose)
+        found = self.quantize(flat, transpose=transpose, scale=scale)
         one, turned = found if transpose else (found, None)
         lead = a.shape[:-1] if self.block[0] == 1 else (1,) * (a.ndim - 1)
         scale = one.scale.reshape(*lead, one.scale.shape[-1])
@@ -152,9 +154,34 @@ class Recipe:
           >>> jflux.matmul(jnp.ones((4, 256)), w).shape
           (4, 128)
         """
-        one, other = self.w.quantize(lax.stop_gradient(w), transpose=True)
-        forward, backward = (one, other) if transpose_rhs else (other, one)
+        forward, backward = self._copies(lax.stop_gradient(w), transpose_rhs)
         return QuantizedWeight(w, forward, backward, self, transpose_rhs)
+
+    def _copies(
+        self, w: jax.Array, transpose_rhs: bool, scale: jax.Array | None = None
+    ) -> tuple[Scaled, Scaled]:
+        """w as [n, k] and as [k, n]."""
+        one, other = self.w.quantize(w, transpose=True, scale=scale)
+        return (one, other) if transpose_rhs else (other, one)
+
+    def delayed(self, amax_history_length: int = 1024) -> DelayedScaling:
+        """The state before the first step of scaling by earlier steps, of a recipe whose scales are
+        all by tensor.
+
+        Raises:
+          ValueError: for another one.
+        """
+        if {self.x.block, self.w.block, self.dy.block, self.dw} != {(-1, -1)}:
+            raise ValueError(
+                "jflux.Recipe.delayed: delayed scaling has scales of tensors alone, as "
+                f"jflux.Recipe.tensor has, not those of {self}"
+            )
+        lengths = {"scale": 1, "history": amax_history_length}
+        arrays: Any = {
+            name: jnp.full(lengths[name.rpartition("_")[2]], name.endswith("scale"), jnp.float32)
+            for name in STATE
+        }
+        return DelayedScaling(**arrays, recipe=self)
 
 
 _E4M3, _E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -217,7 +244,49 @@ class QuantizedWeight:
         return np.dtype(self.w.dtype)
 
 
-def of_call(op: str, recipe: Recipe | None, x: Any, w: Any, transpose_rhs: bool) -> Recipe | None:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DelayedScaling:
+    """Scales of x, w and dy from their largest values in earlier steps: what products take as
+    ``recipe=`` in place of `Recipe.tensor`. No scale then waits for the array that it is of.
+
+    The state of one product (FP8 Formats for Deep Learning, arXiv 2209.05433; the arrays, and what
+    becomes of them, are those of ``flax.linen.Fp8DirectDotGeneralOp``). A scale is the largest of
+    the history, over the largest value of the type. **Its gradient is its next value**, and does
+    not depend on y's cotangent but by the history of dy::
+
+        state = jflux.Recipe.tensor.delayed()
+        dw, state = jax.grad(lambda w, state: loss(x, w, recipe=state), (0, 1))(w, state)
+
+    On all ranks it is the same: the histories have the largest of all. As of every operand that
+    ranks share, its gradient is the sum of theirs, of which one has the value and the others zero.
+    So one state is used once in a step; over microbatches it is carried from one to the next.
+
+    Attributes:
+      input_scale, kernel_scale, output_grad_scale: float32 [1], of the step before.
+      input_amax_history, kernel_amax_history, output_grad_amax_history: float32 [length].
+      recipe: types of values, and whether scales are powers of two.
+    """
+
+    input_scale: jax.Array
+    kernel_scale: jax.Array
+    output_grad_scale: jax.Array
+    input_amax_history: jax.Array
+    kernel_amax_history: jax.Array
+    output_grad_amax_history: jax.Array
+    recipe: Recipe = dataclasses.field(metadata={"static": True})
+
+
+#: What the arrays of a :class:`DelayedScaling` are of: scales first, then histories.
+STATE = tuple(field.name for field in dataclasses.fields(DelayedScaling) if field.name != "recipe")
+
+#: What a call takes as its recipe.
+AnyRecipe = Recipe | DelayedScaling
+
+
+def of_call(
+    op: str, recipe: AnyRecipe | None, x: Any, w: Any, transpose_rhs: bool
+) -> AnyRecipe | None:
     """The recipe of a call: the given one, or its weights'.
 
     Args:
@@ -226,12 +295,17 @@ def of_call(op: str, recipe: Recipe | None, x: Any, w: Any, transpose_rhs: bool)
     Raises:
       TypeError, ValueError: where they do not fit.
     """
+    ws = several(w)
+    quantized = [one for one in ws if isinstance(one, QuantizedWeight)]
+    if isinstance(recipe, DelayedScaling):
+        if quantized:
+            raise ValueError(f"jflux.{op}: w is quantised already, and {recipe=} has a scale of w")
+        _check_wide(op, x, ws)
+        return recipe
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(
             f"jflux.{op}: recipe must be a jflux.Recipe, such as jflux.Recipe.block, got {recipe!r}"
         )
-    ws = several(w)
-    quantized = [one for one in ws if isinstance(one, QuantizedWeight)]
     for one in quantized:
         recipe = one.recipe if recipe is None else recipe
         if one.recipe != recipe:
@@ -243,8 +317,12 @@ def of_call(op: str, recipe: Recipe | None, x: Any, w: Any, transpose_rhs: bool)
                 f"jflux.{op}: w was quantised with transpose_rhs={one.transpose_rhs}, and the call "
                 f"has {transpose_rhs=}"
             )
-    if recipe is None:
-        return None
+    if recipe is not None:
+        _check_wide(op, x, ws)
+    return recipe
+
+
+def _check_wide(op: str, x: Any, ws: Any) -> None:
     for name, each in (("x", several(x)), ("w", ws)):
         for one in each:
             dtype = getattr(one, "dtype", None)
@@ -254,7 +332,6 @@ def of_call(op: str, recipe: Recipe | None, x: Any, w: Any, transpose_rhs: bool)
                     f"jflux.{op}: with a recipe {name} is of a real floating type, of 16 bits at "
                     f"least, which the recipe quantises; got {what}"
                 )
-    return recipe
 
 
 def _is_wide(dtype: Any) -> bool:

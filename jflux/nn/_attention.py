@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from .._ops._epilogue import in_rows, sum_dtype
-from .._ops._recipe import Recipe
+from .._ops._recipe import AnyRecipe
 from .._ops.attention import _one_device
 from .._ops.attention.attention import attention as over_ranks
 from .._ops.attention.kv_cache import KVCache, attend_to_cache, fill_cache, new_positions
@@ -48,7 +48,7 @@ class Options(TypedDict, total=False):
     sequence_parallel: bool
     preferred_element_type: DTypeLike | None
     precision: lax.PrecisionLike
-    recipe: Recipe | None
+    recipe: AnyRecipe | None
     mesh: Mesh | AbstractMesh | None
     x_spec: PartitionSpec | None
 
@@ -112,7 +112,7 @@ def attention(
     sequence_parallel: bool = True,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
-    recipe: Recipe | None = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -238,7 +238,7 @@ class _Options:
     sequence_parallel: bool
     preferred_element_type: DTypeLike | None
     precision: lax.PrecisionLike
-    recipe: Recipe | None
+    recipe: AnyRecipe | None
 
     def check(self, a: _Operands) -> None:
         """Raises for options that do not fit each other, or operands that do not fit them."""

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from .._ops import _epilogue, _lax
 from .._ops._lax import several
-from .._ops._recipe import Recipe
+from .._ops._recipe import AnyRecipe
 from .._ops._spec import Layout
 from .._ops.products import _product
 from .._ops.products.all_gather_matmul import all_gather_matmul
@@ -70,7 +70,7 @@ def column_parallel(
     gated: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
-    recipe: Recipe | None = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -115,7 +115,7 @@ def _own_columns(
     *,
     activation: str | None,
     gated: bool,
-    recipe: Recipe | None = None,
+    recipe: AnyRecipe | None = None,
     **options: Any,
 ) -> Any:
     """The product of a whole x: nothing travels."""
@@ -143,7 +143,7 @@ def row_parallel(
     residual: jax.Array | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
-    recipe: Recipe | None = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> jax.Array:

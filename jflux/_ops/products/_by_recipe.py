@@ -20,10 +20,20 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..._call.derivatives import differentiated, spread
 from ..._ranks import meshes
-from .. import _epilogue, _lax
+from .. import _epilogue, _lax, _quantize
 from .._epilogue import ACTIVATED, PREACTIVATION, Epilogue
 from .._lax import several
-from .._recipe import QUANTIZED, WIDE, Format, QuantizedWeight, Recipe, in_rows
+from .._recipe import (
+    QUANTIZED,
+    STATE,
+    WIDE,
+    AnyRecipe,
+    DelayedScaling,
+    Format,
+    QuantizedWeight,
+    Recipe,
+    in_rows,
+)
 from .._scaled import BLOCK, Scaled
 from .._spec import all_ops
 from ._product import PRODUCT
@@ -51,8 +61,8 @@ _RETURNS = {
 
 @dataclasses.dataclass(frozen=True)
 class _Params:
-    """A call, less its operands: xs, ws, biases, perhaps the residual, and the quantised copies
-    (forward, backward) of each w.
+    """A call, less its operands: xs, ws, biases, perhaps the residual, perhaps the arrays of its
+    delayed scaling, and the quantised copies (forward, backward) of each w.
 
     Attributes:
       options: the axis and dimensions, as the op takes them.
@@ -69,6 +79,7 @@ class _Params:
     ws: int
     biased: tuple[bool, ...]
     residual: bool
+    delayed: bool
     transpose_rhs: bool
     out: np.dtype
     precision: Any
@@ -91,11 +102,14 @@ class _Params:
         name, names = _DUALS[self.op]
         return name, {names.get(option, option): value for option, value in self.options}
 
-    def split(self, operands: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
-        """(xs, ws, biases, the rest)."""
-        ws, biases = self.xs, self.xs + self.ws
-        rest = biases + sum(self.biased)
-        return operands[:ws], operands[ws:biases], operands[biases:rest], operands[rest:]
+    def split(self, operands: Sequence[Any]) -> tuple[Any, ...]:
+        """(xs, ws, biases, [residual] or [], the state's arrays, copies)."""
+        sizes = (
+            self.xs, self.ws, sum(self.biased), int(self.residual), len(STATE) * self.delayed,
+            self.ws,
+        )  # fmt: skip
+        rest = iter(operands)
+        return tuple([next(rest) for _ in range(size)] for size in sizes)
 
 
 def product(
@@ -103,7 +117,7 @@ def product(
     x: Any,
     w: Any,
     *,
-    recipe: Recipe,
+    recipe: AnyRecipe,
     transpose_rhs: bool,
     out: Any,
     precision: Any,
@@ -125,6 +139,9 @@ def product(
     """
     xs, ws = several(x), several(w)
     _check_columns(op, xs[0], ws[0], transpose_rhs, options)
+    state: list[jax.Array] = []
+    if isinstance(recipe, DelayedScaling):
+        state, recipe = [getattr(recipe, name) for name in STATE], recipe.recipe
     results = 1 if op == "matmul_reduce_scatter" else len(ws)
     biases = _epilogue.of_each(bias, results)
     params = _Params(
@@ -135,6 +152,7 @@ def product(
         ws=len(ws),
         biased=tuple(b is not None for b in biases),
         residual=residual is not None,
+        delayed=bool(state),
         transpose_rhs=transpose_rhs,
         out=np.dtype(out),
         precision=recipe.precision if precision is None else precision,
@@ -149,7 +167,7 @@ def product(
         (one.forward, one.backward) if isinstance(one, QuantizedWeight) else None for one in ws
     ]
     arrays = [one.w if isinstance(one, QuantizedWeight) else one for one in ws]
-    ys = _product(params, *xs, *arrays, *added, *lax.stop_gradient(copies))
+    ys = _product(params, *xs, *arrays, *added, *state, *lax.stop_gradient(copies))
     if activation is not None:
         ys = _activated(Epilogue((False,) * len(ys), activation, gated), *ys)
     is_several = isinstance(w, tuple | list) and op != "matmul_reduce_scatter"
@@ -200,38 +218,38 @@ def _multiply(
 
 def _made(operands: Sequence[Any], params: _Params) -> tuple[Sequence[Any], Any]:
     """(ys, what is kept)."""
-    xs, ws, biases, rest = params.split(operands)
-    residual, copies = (rest[0], rest[1:]) if params.residual else (None, rest)
+    xs, ws, biases, residual, state, copies = params.split(operands)
     recipe = params.recipe
+    of_x, of_w = _Delayed.of(0, recipe.x, state), _Delayed.of(1, recipe.w, state)
     forward, backward = [], []
     for w, copy in zip(ws, copies, strict=True):
         if copy is None:
-            found = recipe.quantize_weight(w, transpose_rhs=params.transpose_rhs)
-            copy = found.forward, found.backward
+            copy = recipe._copies(w, params.transpose_rhs, of_w.scale)
         forward.append(copy[0])
         backward.append(copy[1])
     options = dict(params.options)
     if any(params.biased):
         each = spread(biases, params.biased)
         options["bias"] = each[0] if params.op == "matmul_reduce_scatter" else each
-    if residual is not None:
-        options["residual"] = residual
+    if residual:
+        options["residual"] = residual[0]
     ys, moved = _multiply(
         params.op,
-        [recipe.x.of_rows(x)[0] for x in xs],
+        [recipe.x.of_rows(x, scale=of_x.scale)[0] for x in xs],
         forward,
         params.reference,
         preferred_element_type=params.out,
         precision=params.precision,
         **options,
     )
-    return ys, (list(moved), backward)
+    kept = [of_x.of_all_ranks(one) for one in moved]
+    return ys, (kept, backward, state, [of_x.largest(xs), of_w.largest(ws)] if state else [])
 
 
 def _forward(call: Any, operands: Sequence[Any], params: _Params) -> tuple[Sequence[Any], Any]:
-    ys, (xs, ws) = _made(operands, params)
+    ys, (xs, *rest) = _made(operands, params)
     xs = jax.tree.map(lambda a: checkpoint_name(a, params.kept_as), xs)
-    return [checkpoint_name(y, PRODUCT) for y in ys], (xs, ws)
+    return [checkpoint_name(y, PRODUCT) for y in ys], (xs, *rest)
 
 
 def _tangents(kept: Any, tangents: Sequence[Any], params: _Params) -> Any:
@@ -244,26 +262,28 @@ def _tangents(kept: Any, tangents: Sequence[Any], params: _Params) -> Any:
 def _backward(
     kept: Any, cotangents: Sequence[Any], wanted: Sequence[Any], params: _Params
 ) -> list[Any]:
-    (xs, ws), recipe = kept, params.recipe
-    x_types, w_types, bias_types, rest = params.split(wanted)
+    (xs, ws, state, magnitudes), recipe = kept, params.recipe
+    x_types, w_types, bias_types, residual, states, _ = params.split(wanted)
+    of_dy = _Delayed.of(2, recipe.dy, state)
     biased = [dy for dy, b in zip(cotangents, params.biased, strict=True) if b]
     dadded = [
         None if dy is None or b is None else _epilogue.sum_of_rows(dy).astype(b.dtype)
         for dy, b in zip(biased, bias_types, strict=True)
     ]
-    if params.residual:
-        dy, like = cotangents[0], rest[0]
+    for like in residual:
+        dy = cotangents[0]
         dadded.append(None if dy is None or like is None else dy.astype(like.dtype))
-    dadded += [None] * params.ws  # of copies
     given = [i for i, dy in enumerate(cotangents) if dy is not None]
     dws: list[Any] = [None] * params.ws
     dxs: list[Any] = [None] * params.xs
+    copies = [None] * params.ws
     if not given:
-        return [*dxs, *dws, *dadded]
+        return [*dxs, *dws, *dadded, *[None] * len(states), *copies]
     dys = [cotangents[i] for i in given]
+    dstate = _next_state(state, [*magnitudes, of_dy.largest(dys)], states, recipe) if state else []
     turns = recipe.dw == recipe.dy.block and not params.moves_product
     turns = turns and any(w is not None for w in w_types)
-    quantized = [recipe.dy.of_rows(dy, transpose=turns) for dy in dys]
+    quantized = [recipe.dy.of_rows(dy, turns, of_dy.scale) for dy in dys]
     moved: Sequence[Any] = [one for one, _ in quantized]
     if any(x is not None for x in x_types):
         op, options = params.dual
@@ -280,6 +300,7 @@ def _backward(
         dxs = [None if x is None else dx for x, dx in zip(x_types, found, strict=True)]
     elif params.moves_product:
         moved = [_moved(one, params) for one in moved]
+    moved = [of_dy.of_all_ranks(one) for one in moved]
     for i, w in enumerate(w_types):
         at = 0 if params.moves_product else i
         if w is None or at not in given:
@@ -288,7 +309,7 @@ def _backward(
         at = given.index(at)
         dy, turned = (moved[at], None) if params.moves_product else (dys[at], quantized[at][1])
         dws[i] = _weight_gradient(x, dy, turned, params, w.dtype)
-    return [*dxs, *dws, *dadded]
+    return [*dxs, *dws, *dadded, *dstate, *copies]
 
 
 def _one_term(xs: Sequence[Scaled], ws: Sequence[Scaled]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -354,6 +375,69 @@ _product = differentiated(
     forward=_forward,
     axes=lambda params: dict(params.options).get("axis_name"),
 )
+
+
+# ---- Delayed scaling -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Delayed:
+    """The scale [1, 1] of x, of w or of dy in this step, by the largest values of earlier ones.
+    None: by its own."""
+
+    scale: jax.Array | None
+
+    @classmethod
+    def of(cls, which: int, form: Format, state: Sequence[jax.Array]) -> _Delayed:
+        if not state:
+            return cls(None)
+        return cls(_scale(form, state[which], state[which + 3]).reshape(1, 1))
+
+    def of_all_ranks(self, one: Scaled) -> Scaled:
+        """An operand that was moved, with the scale that it has on all ranks."""
+        if self.scale is None:
+            return one
+        return Scaled(one.values, self.scale.reshape((1,) * one.ndim))
+
+    def largest(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """Of all their magnitudes, [1]."""
+        each = [jnp.max(jnp.abs(a), initial=0).astype(jnp.float32) for a in arrays]
+        return jnp.max(jnp.stack(each), keepdims=True)
+
+
+def _scale(form: Format, before: jax.Array, history: jax.Array) -> jax.Array:
+    """[1], of this step."""
+    most = jnp.max(history)
+    # A product that was not used has zero as the gradient of its state.
+    before = jnp.where(before > 0, before, 1)
+    scale = jnp.where(
+        (most > 0) & jnp.isfinite(most), most / _quantize.largest(np.dtype(form.dtype)), before
+    )
+    scale = jnp.maximum(scale, _quantize.SMALLEST)
+    return _quantize._power_of_two_above(scale) if form.power_of_two else scale
+
+
+def _next_state(
+    state: Sequence[jax.Array], magnitudes: Sequence[jax.Array], wanted: Sequence[Any], recipe: Any
+) -> list[Any]:
+    """The gradients of the state's arrays: what they are in the next step."""
+    if all(one is None for one in wanted):
+        return [None] * len(wanted)
+    axes = sorted(jax.sharding.get_abstract_mesh().manual_axes)
+    if axes and meshes.tracks_vma(tuple(axes)):
+        axes = sorted(next(one for one in wanted if one is not None).manual_axis_type.varying)
+    found, first = jnp.stack(list(magnitudes)), jnp.bool_(True)
+    if axes:
+        found = lax.pmax(meshes.vary(found, meshes.tracked(tuple(axes))), tuple(axes))
+    for axis in axes:
+        first = first & (lax.axis_index(axis) == 0)
+    forms = (recipe.x, recipe.w, recipe.dy)
+    scales = [_scale(form, *state[i::3]) for i, form in enumerate(forms)]
+    histories = [jnp.roll(state[i + 3], -1).at[0].set(found[i, 0]) for i in range(3)]
+    return [
+        None if like is None else jnp.where(first, one, 0)
+        for one, like in zip((*scales, *histories), wanted, strict=True)
+    ]
 
 
 # ---- Activations ---------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from ..._call.plans import Arrays, Machine
 from ..._native import MAX_RANKS, MAX_WEIGHTS
 from ..._ranks import meshes
 from .. import _lax, _scaled
-from .._recipe import Recipe
+from .._recipe import AnyRecipe
 from .._spec import Layout
 from ._product_plan import padded
 
@@ -54,7 +54,7 @@ class Options(TypedDict, total=False):
     transpose_rhs: bool
     preferred_element_type: DTypeLike | None
     precision: lax.PrecisionLike
-    recipe: Recipe | None
+    recipe: AnyRecipe | None
     mesh: Mesh | AbstractMesh | None
     x_spec: PartitionSpec | None
 

@@ -30,7 +30,7 @@ from .._epilogue import ACTIVATED as ACTIVATED
 from .._epilogue import PREACTIVATION as PREACTIVATION
 from .._epilogue import Epilogue
 from .._lax import several
-from .._recipe import Recipe
+from .._recipe import AnyRecipe
 from .._scaled import Operand, Scaled
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import exchange
@@ -151,7 +151,7 @@ def all_gather_matmul(
     gated: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
-    recipe: Recipe | None = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -205,7 +205,8 @@ def all_gather_matmul(
         int8 int32. Sums are in float32 (float64 for float64, int32 for int8) whatever it is. For
         8 bits kernels give bfloat16, float16 and float32 (for int8 int32 too).
       precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
-      recipe: a :class:`jflux.Recipe`, by which x and w are quantised, and what gradients need.
+      recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
+        quantised, and what gradients need.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
         what its type says (explicit sharding), or not at all. The axis is added at
@@ -329,7 +330,7 @@ def reference(
     gated: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
-    recipe: Recipe | None = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -375,7 +376,7 @@ def reference(
 def _with_recipe(
     x: Any,
     w: Any,
-    recipe: Recipe,
+    recipe: AnyRecipe,
     *,
     return_gathered: bool,
     preferred_element_type: DTypeLike | None,

@@ -26,7 +26,7 @@ from ..._ranks.meshes import AxisName
 from ..._ranks.node_levels import Levels
 from .. import _epilogue, _lax, _recipe, _scaled, _two_level, _two_level_plan
 from .._collective import Collective, axis
-from .._recipe import Recipe
+from .._recipe import AnyRecipe
 from .._scaled import Operand
 from .._spec import Layout, OpSpec, all_ops
 from . import _all_to_all_shards, _by_recipe, _product, _product_plan
@@ -98,7 +98,7 @@ def all_to_all_matmul(
     transpose_rhs: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
-    recipe: Recipe | None = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -143,7 +143,8 @@ def all_to_all_matmul(
       preferred_element_type: the type of y; by default x's. Sums are in float32 (float64 for
         float64) whatever it is.
       precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
-      recipe: a :class:`jflux.Recipe`, by which x and w are quantised, and what gradients need.
+      recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
+        quantised, and what gradients need.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
         what its type says (explicit sharding), or not at all.
@@ -231,7 +232,7 @@ def reference(
     transpose_rhs: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
-    recipe: Recipe | None = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -263,7 +264,7 @@ def reference(
 
 
 def _with_recipe(
-    x: Any, w: Any, recipe: Recipe, return_exchanged: bool, out: Any, **options: Any
+    x: Any, w: Any, recipe: AnyRecipe, return_exchanged: bool, out: Any, **options: Any
 ) -> Any:
     if return_exchanged:
         raise ValueError(

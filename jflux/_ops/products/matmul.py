@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from .. import _epilogue, _lax, _recipe, _scaled
 from .._lax import several
-from .._recipe import Recipe
+from .._recipe import AnyRecipe
 from .._scaled import Operand, Scaled
 from . import _by_recipe, _product
 
@@ -28,7 +28,7 @@ def matmul(
     gated: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
-    recipe: Recipe | None = None,
+    recipe: AnyRecipe | None = None,
 ) -> Any:
     """``x @ w`` on one rank, by `lax.dot_general`; operands may have scales::
 

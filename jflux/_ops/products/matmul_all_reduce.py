@@ -26,7 +26,7 @@ from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from .. import _lax, _norm, _recipe, _scaled, _two_level, _two_level_plan
 from .._collective import Collective
-from .._recipe import Recipe
+from .._recipe import AnyRecipe
 from .._scaled import Operand
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import _sum_epilogue, all_reduce, exchange
@@ -99,7 +99,7 @@ def matmul_all_reduce(
     norm: _norm.Norm | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
-    recipe: Recipe | None = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -139,7 +139,8 @@ def matmul_all_reduce(
       preferred_element_type: the type of y, and of the partial products that travel; by default
         x's.
       precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
-      recipe: a :class:`jflux.Recipe`, by which x and w are quantised, and what gradients need.
+      recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
+        quantised, and what gradients need.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
         what its type says (explicit sharding), or not at all. The axis is added at the last
@@ -209,7 +210,7 @@ def reference(
     norm: _norm.Norm | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
-    recipe: Recipe | None = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:

@@ -25,7 +25,7 @@ from ..._ranks.meshes import AxisName
 from ..._ranks.node_levels import Levels
 from .. import _lax, _recipe, _scaled, _two_level, _two_level_plan
 from .._collective import Collective, axis
-from .._recipe import Recipe
+from .._recipe import AnyRecipe
 from .._scaled import Operand
 from .._spec import OpSpec, all_ops
 from . import _all_to_all_shards, _by_recipe, _product, _product_plan
@@ -59,7 +59,7 @@ def matmul_all_to_all(
     transpose_rhs: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
-    recipe: Recipe | None = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> jax.Array:
@@ -100,7 +100,8 @@ def matmul_all_to_all(
       preferred_element_type: the type of y; by default x's. Sums are in float32 (float64 for
         float64) whatever it is.
       precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
-      recipe: a :class:`jflux.Recipe`, by which x and w are quantised, and what gradients need.
+      recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
+        quantised, and what gradients need.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
         what its type says (explicit sharding), or not at all.
@@ -184,7 +185,7 @@ def reference(
     transpose_rhs: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
-    recipe: Recipe | None = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> jax.Array:

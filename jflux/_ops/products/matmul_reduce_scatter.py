@@ -27,7 +27,7 @@ from ..._ranks.node_levels import Levels
 from .. import _epilogue, _lax, _recipe, _scaled, _two_level, _two_level_plan
 from .._collective import Collective, axis
 from .._lax import several
-from .._recipe import Recipe
+from .._recipe import AnyRecipe
 from .._scaled import Operand, Scaled
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import exchange
@@ -74,7 +74,7 @@ def matmul_reduce_scatter(
     residual: jax.Array | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
-    recipe: Recipe | None = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> jax.Array:
@@ -119,7 +119,8 @@ def matmul_reduce_scatter(
       residual: [..., m/N, n], this rank's, added to y; of any type.
       preferred_element_type: the type of y; by default x's.
       precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
-      recipe: a :class:`jflux.Recipe`, by which x and w are quantised, and what gradients need.
+      recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
+        quantised, and what gradients need.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
         what its type says (explicit sharding), or not at all. The axis is added at the last
@@ -234,7 +235,7 @@ def reference(
     residual: jax.Array | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
-    recipe: Recipe | None = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> jax.Array:
