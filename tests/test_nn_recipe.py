@@ -1,5 +1,6 @@
 """Recipes in jflux.nn: functions, layers, and the dot_general of other layers."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,8 +14,10 @@ import jflux
 import jflux.nn as jnn
 
 nn = pytest.importorskip("flax.linen")
+optax = pytest.importorskip("optax")
 
 from flax import nnx  # noqa: E402
+from flax.training import train_state  # noqa: E402
 
 from jflux.nn import linen as jlinen  # noqa: E402
 from jflux.nn import nnx as jnnx  # noqa: E402
@@ -147,3 +150,100 @@ def test_as_maxtext_calls_it():
                 assert 0.01 < np.linalg.norm(one - other) / np.linalg.norm(other) < 0.2
     with pytest.raises(ValueError, match="must be a jflux.Recipe, or one of jflux_fp8_tensor"):
         jnn.TensorParallel(recipe="fp8")
+
+
+def delayed_in_linen(tp, x, kernels):
+    """(losses and states, kernels) of some steps, by Flax's TrainState."""
+    dense = functools.partial(nn.Dense, use_bias=False)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            of = tp.dot_general_cls
+            x = jnp.sin(dense(HIDDEN, dot_general_cls=of(("embed", "mlp")))(x))
+            return dense(WIDTH, dot_general_cls=of(("mlp", "embed")))(x)
+
+    variables = jax.jit(Model().init)(jax.random.key(0), x)
+    variables |= {"params": {f"Dense_{i}": {"kernel": w} for i, w in enumerate(kernels)}}
+    state = train_state.TrainState.create(
+        apply_fn=Model().apply, params=variables, tx=optax.sgd(1e-3)
+    )
+
+    @jax.jit
+    def step(state, x):
+        grads = jax.grad(lambda v: jnp.sum(jnp.sin(state.apply_fn(v, x))))(state.params)
+        return state.apply_gradients(grads=grads)
+
+    for i in range(3):
+        state = step(state, x * 2.0**i)
+    scaling = state.params["_overwrite_with_gradient"]
+    return (
+        [dict(scaling[f"Dense_{i}"]["Fp8DirectDotGeneralOp_0"]) for i in range(2)],
+        [state.params["params"][f"Dense_{i}"]["kernel"] for i in range(2)],
+    )
+
+
+def delayed_in_nnx(tp, x, kernels):
+    linear = functools.partial(nnx.Linear, use_bias=False, rngs=nnx.Rngs(0))
+
+    class Model(nnx.Module):
+        def __init__(self):
+            of = functools.partial(jnnx.DelayedDotGeneral, tp)
+            self.up = linear(WIDTH, HIDDEN, dot_general=of(("embed", "mlp")))
+            self.down = linear(HIDDEN, WIDTH, dot_general=of(("mlp", "embed")))
+
+        def __call__(self, x):
+            return self.down(jnp.sin(self.up(x)))
+
+    model = Model()
+    for layer, kernel in ((model.up, kernels[0]), (model.down, kernels[1])):
+        layer.kernel[...] = kernel
+    optimizer = nnx.Optimizer(model, optax.sgd(1e-3), wrt=nnx.Param)
+    wrt = nnx.DiffState(0, nnx.Any(nnx.Param, jnnx.OverwriteWithGradient))
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda model: jnp.sum(jnp.sin(model(x))), argnums=wrt)(model)
+        state, grads = nnx.split_state(grads, jnnx.OverwriteWithGradient, ...)
+        nnx.update(model, state)
+        optimizer.update(model, grads)
+
+    for i in range(3):
+        step(model, optimizer, x * 2.0**i)
+    names = [f.name for f in dataclasses.fields(jflux.DelayedScaling) if f.name != "recipe"]
+    return (
+        [
+            {n: getattr(layer.dot_general, n)[...] for n in names}
+            for layer in (model.up, model.down)
+        ],
+        [layer.kernel[...] for layer in (model.up, model.down)],
+    )
+
+
+def test_delayed_scaling():
+    """In linen and in NNX the same, and with the state of Flax's own module."""
+    x = draw(0, 2, 4 * WORLD, WIDTH) / 4
+    kernels = draw(1, WIDTH, HIDDEN) / 12, draw(2, HIDDEN, WIDTH) / 24
+    tp = jnn.TensorParallel(recipe="jflux_fp8_tensor", amax_history_length=4)
+    with jax.set_mesh(make_mesh((WORLD,))):
+        in_linen, in_nnx = delayed_in_linen(tp, x, kernels), delayed_in_nnx(tp, x, kernels)
+    near(in_nnx, in_linen, step=2.0**-10)
+    of_flax = nn.fp8_ops.Fp8DirectDotGeneralOp(amax_history_length=4)
+    numbers = (((1,), (0,)), ((), ()))
+    theirs = jax.eval_shape(
+        lambda *a: of_flax.init(jax.random.key(0), *a, numbers), x[0], kernels[0]
+    )
+    assert jax.tree.map(jnp.shape, theirs["_overwrite_with_gradient"]) == jax.tree.map(
+        jnp.shape, in_linen[0][0]
+    )
+    first = in_linen[0][0]
+    most = np.abs(np.asarray(x)).max()
+    assert np.array_equal(np.sort(first["input_amax_history"])[1:], most * np.float32([1, 2, 4]))
+    assert first["output_grad_scale"] < 1
+    assert all(
+        np.any(np.asarray(a) != np.asarray(b)) for a, b in zip(in_linen[1], kernels, strict=True)
+    )
+    with pytest.raises(ValueError, match="has state: pass dot_general_cls"):
+        tp.dot_general()
+    with pytest.raises(ValueError, match="scales of tensors alone"):
+        jnn.TensorParallel(recipe=BLOCK, amax_history_length=4)

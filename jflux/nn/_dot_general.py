@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .. import _config
 from .._ops import _lax
-from .._ops._recipe import Recipe
+from .._ops._recipe import AnyRecipe, DelayedScaling, Recipe
 from .._ops.products.all_gather_matmul import all_gather_matmul
 from .._ops.products.matmul import matmul
 from .._ops.products.matmul_all_reduce import matmul_all_reduce
@@ -67,6 +67,9 @@ class TensorParallel:
       recipe: a :class:`jflux.Recipe`, or the name of one as a quantization: "jflux_fp8_tensor",
         "jflux_fp8_row" or "jflux_fp8_block". Products of split kernels are made in 8 bits by it,
         forward and backward; also those that exchange nothing, and those of one rank.
+      amax_history_length: with `Recipe.tensor`: scales are those of so many earlier steps
+        (:class:`jflux.DelayedScaling`). Their state is in the modules that :meth:`dot_general_cls`
+        makes, or in :class:`jflux.nn.nnx.DelayedDotGeneral`.
     """
 
     axis_name: AxisName = "tp"
@@ -76,7 +79,8 @@ class TensorParallel:
     x_spec: PartitionSpec | None = None
     mesh: Mesh | AbstractMesh | None = None
     share_gathers: bool = True
-    recipe: Recipe | str | None = None
+    recipe: AnyRecipe | str | None = None
+    amax_history_length: int | None = None
 
     # What MaxText asks of an object that it takes for a quantization.
     quant_mode: ClassVar[str] = "train"
@@ -93,6 +97,10 @@ class TensorParallel:
                     f"one of {', '.join(QUANTIZATIONS)}"
                 )
             object.__setattr__(self, "recipe", QUANTIZATIONS[self.recipe])
+        if self.amax_history_length is not None:
+            if not isinstance(self.recipe, Recipe):
+                raise ValueError("jflux.nn.TensorParallel: amax_history_length= goes with a recipe")
+            self.recipe.delayed(self.amax_history_length)  # which says if it cannot be
 
     def dot_general(self, mesh_axes: Sequence[Any] = ()) -> DotGeneral:
         """For ``nn.Dense(dot_general=...)`` and ``nnx.Linear(dot_general=...)``.
@@ -101,17 +109,26 @@ class TensorParallel:
           mesh_axes: names of the kernel's dimensions, of mesh axes or logical ones; none: what the
             kernel's type says, under explicit sharding.
         """
+        if self.amax_history_length is not None:
+            raise ValueError(
+                "jflux.nn.TensorParallel: a dot_general by earlier steps has state: pass "
+                "dot_general_cls=, or a jflux.nn.nnx.DelayedDotGeneral"
+            )
         return DotGeneral(self, tuple(mesh_axes))
 
     def dot_general_cls(self, mesh_axes: Sequence[Any] = ()) -> Callable[[], Any]:
         """For ``dot_general_cls=...``, and as MaxText calls it: makes :meth:`dot_general`'s result,
         as a linen module if there is Flax (MaxText wraps it in ``nnx.bridge.ToNNX``)."""
-        dot = self.dot_general(mesh_axes)
+        dot = DotGeneral(self, tuple(mesh_axes))
         try:
-            from .linen import DotGeneralModule
+            from . import linen
         except ImportError:
-            return lambda: dot
-        return functools.partial(DotGeneralModule, dot)
+            return lambda: self.dot_general(mesh_axes)
+        if self.amax_history_length is None:
+            return functools.partial(linen.DotGeneralModule, dot)
+        return functools.partial(
+            linen.Fp8DirectDotGeneralOp, amax_history_length=self.amax_history_length, dot=dot
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +174,14 @@ class DotGeneral:
         if out_sharding is not None:
             others["out_sharding"] = out_sharding
         return _lax.dot_general(lhs, rhs, dimension_numbers, **options, **others)
+
+    def with_state(self, arrays: Mapping[str, jax.Array]) -> DotGeneral:
+        """The same with the arrays of its :class:`jflux.DelayedScaling`."""
+        recipe = self.of.recipe
+        assert isinstance(recipe, Recipe)
+        state = DelayedScaling(**arrays, recipe=recipe)
+        of = dataclasses.replace(self.of, recipe=state, amax_history_length=None)
+        return DotGeneral(of, self.mesh_axes)
 
     def _plan(
         self, product: Product, lhs: Any, rhs: Any, out_sharding: Any

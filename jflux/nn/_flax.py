@@ -16,6 +16,7 @@ try:
     import flax.linen as nn
     from flax import nnx as nnx
     from flax.core import meta
+    from flax.linen import fp8_ops as fp8_ops
     from flax.linen.dtypes import promote_dtype as promote_dtype
 except ImportError as error:
     raise ImportError("the layers of jflux.nn need Flax: pip install flax") from error
