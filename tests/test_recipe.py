@@ -277,7 +277,7 @@ def test_less_is_kept_than_in_16_bits(op):
 
 def test_checkpoint_policies_know_what_is_kept():
     recipe = jflux.Recipe.row
-    x, up, down = (jnp.asarray(normal(i, *s), jnp.bfloat16)
+    x, up, down = (jnp.asarray(normal(i, *s) / 16, jnp.bfloat16)
                    for i, s in enumerate(((64, K), (K, N), (N, K))))  # fmt: skip
 
     def block(x, up, down):
@@ -373,6 +373,17 @@ def test_explain_shows_the_products():
     products = [one for one in calls if one.op in OPS]
     assert [one.op for one in products] == ["all_gather_matmul", "matmul_reduce_scatter"]
     assert all("float8" in one.operands[0] for one in products)
+
+
+def test_references_take_recipes():
+    x, w, dy = operands(8 * WORLD)
+    for op in ("all_gather_matmul", "matmul_all_reduce", "matmul_all_to_all"):
+        where = {"axis_name": "tp", "mesh": make_mesh((WORLD,))}
+        f = functools.partial(
+            getattr(jflux.reference, op), recipe=jflux.Recipe.row, **OPS[op], **where
+        )
+        got = jax.jit(jax.grad(lambda x, w, f=f: jnp.sum(f(x, w) * dy), (0, 1)))(x, w)
+        near(got, wanted(jflux.Recipe.row, op, WORLD, x, w, dy)[1:])
 
 
 def test_shard_map_knows_what_varies():

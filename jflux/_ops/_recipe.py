@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from . import _scaled
 from ._lax import several
 from ._quantize import quantize
-from ._scaled import BLOCK, TYPES, Scaled
+from ._scaled import BLOCK, TYPES, Operand, Scaled
 
 #: The name that `jax.checkpoint` policies know the quantised copy of x by, where it is not moved.
 QUANTIZED = "jflux_quantized"
@@ -280,6 +280,8 @@ class DelayedScaling:
 #: What the arrays of a :class:`DelayedScaling` are of: scales first, then histories.
 STATE = tuple(field.name for field in dataclasses.fields(DelayedScaling) if field.name != "recipe")
 
+#: What a product takes as its w.
+Weight = Operand | QuantizedWeight
 #: What a call takes as its recipe.
 AnyRecipe = Recipe | DelayedScaling
 

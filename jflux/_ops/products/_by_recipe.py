@@ -87,11 +87,6 @@ class _Params:
     reference: bool
 
     @property
-    def moves_x(self) -> bool:
-        """Whether the op moves x, and not its product."""
-        return self.op in _RETURNS
-
-    @property
     def moves_product(self) -> bool:
         """Whether the op moves its product, and its gradient dy."""
         return self.op not in ("matmul", *_RETURNS)

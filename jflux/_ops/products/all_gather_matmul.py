@@ -30,7 +30,7 @@ from .._epilogue import ACTIVATED as ACTIVATED
 from .._epilogue import PREACTIVATION as PREACTIVATION
 from .._epilogue import Epilogue
 from .._lax import several
-from .._recipe import AnyRecipe
+from .._recipe import AnyRecipe, Weight
 from .._scaled import Operand, Scaled
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import exchange
@@ -77,7 +77,7 @@ class Options(_product.Options, total=False):
 @overload
 def all_gather_matmul(
     x: Operand,
-    w: Operand,
+    w: Weight,
     *,
     return_gathered: Literal[False] = ...,
     gated: Literal[False] = ...,
@@ -86,7 +86,7 @@ def all_gather_matmul(
 @overload
 def all_gather_matmul(
     x: Operand,
-    w: Operand,
+    w: Weight,
     *,
     return_gathered: Literal[True],
     gated: Literal[False] = ...,
@@ -95,7 +95,7 @@ def all_gather_matmul(
 @overload
 def all_gather_matmul(
     x: Operand,
-    w: Sequence[Operand],
+    w: Sequence[Weight],
     *,
     return_gathered: Literal[False] = ...,
     gated: Literal[True],
@@ -104,7 +104,7 @@ def all_gather_matmul(
 @overload
 def all_gather_matmul(
     x: Operand,
-    w: Sequence[Operand],
+    w: Sequence[Weight],
     *,
     return_gathered: Literal[True],
     gated: Literal[True],
@@ -113,7 +113,7 @@ def all_gather_matmul(
 @overload
 def all_gather_matmul(
     x: Operand,
-    w: Sequence[Operand],
+    w: Sequence[Weight],
     *,
     return_gathered: Literal[False] = ...,
     gated: Literal[False] = ...,
@@ -122,7 +122,7 @@ def all_gather_matmul(
 @overload
 def all_gather_matmul(
     x: Operand,
-    w: Sequence[Operand],
+    w: Sequence[Weight],
     *,
     return_gathered: Literal[True],
     gated: Literal[False] = ...,
@@ -131,7 +131,7 @@ def all_gather_matmul(
 @overload
 def all_gather_matmul(
     x: Operand,
-    w: Operand | Sequence[Operand],
+    w: Weight | Sequence[Weight],
     *,
     return_gathered: bool = ...,
     gated: bool = ...,
@@ -140,7 +140,7 @@ def all_gather_matmul(
 @meshes.axis_by_name
 def all_gather_matmul(
     x: Operand,
-    w: Operand | Sequence[Operand],
+    w: Weight | Sequence[Weight],
     *,
     axis_name: AxisName,
     gather_dimension: int = -2,
@@ -206,7 +206,7 @@ def all_gather_matmul(
         8 bits kernels give bfloat16, float16 and float32 (for int8 int32 too).
       precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
       recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
-        quantised, and what gradients need.
+        quantised, and what gradients need; w may be already, by `Recipe.quantize_weight`.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
         what its type says (explicit sharding), or not at all. The axis is added at
@@ -319,7 +319,7 @@ def all_gather_matmul(
 
 def reference(
     x: Operand,
-    w: Operand | Sequence[Operand],
+    w: Weight | Sequence[Weight],
     *,
     axis_name: AxisName,
     gather_dimension: int = -2,

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from .. import _epilogue, _lax, _recipe, _scaled
 from .._lax import several
-from .._recipe import AnyRecipe
+from .._recipe import AnyRecipe, Weight
 from .._scaled import Operand, Scaled
 from . import _by_recipe, _product
 
@@ -20,7 +20,7 @@ OP = "matmul"
 
 def matmul(
     x: Operand,
-    w: Operand | Sequence[Operand],
+    w: Weight | Sequence[Weight],
     *,
     transpose_rhs: bool = False,
     bias: jax.Array | Sequence[jax.Array | None] | None = None,
@@ -50,9 +50,8 @@ def matmul(
       preferred_element_type: the type of y; by default bfloat16 of scaled operands, and without
         scales that of :func:`jflux.all_gather_matmul`.
       precision: as in `lax.dot_general`.
-      recipe: a :class:`jflux.Recipe`, by which x and w, which have no scale then, are quantised,
-        and what gradients need. Not to be had without it: the gradient of a product of scaled
-        operands.
+      recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
+        quantised, and what gradients need; w may be already, by `Recipe.quantize_weight`.
 
     Returns:
       y, or a tuple of them if w is several and not gated.

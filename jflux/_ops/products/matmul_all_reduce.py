@@ -26,7 +26,7 @@ from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from .. import _lax, _norm, _recipe, _scaled, _two_level, _two_level_plan
 from .._collective import Collective
-from .._recipe import AnyRecipe
+from .._recipe import AnyRecipe, Weight
 from .._scaled import Operand
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import _sum_epilogue, all_reduce, exchange
@@ -91,7 +91,7 @@ def matmul_all_reduce(
 @meshes.axis_by_name
 def matmul_all_reduce(
     x: Operand,
-    w: Operand,
+    w: Weight,
     *,
     axis_name: AxisName,
     transpose_rhs: bool = False,
@@ -140,7 +140,7 @@ def matmul_all_reduce(
         x's.
       precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
       recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
-        quantised, and what gradients need.
+        quantised, and what gradients need; w may be already, by `Recipe.quantize_weight`.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
         what its type says (explicit sharding), or not at all. The axis is added at the last
@@ -202,7 +202,7 @@ def matmul_all_reduce(
 
 def reference(
     x: Operand,
-    w: Operand,
+    w: Weight,
     *,
     axis_name: AxisName,
     transpose_rhs: bool = False,

@@ -25,7 +25,7 @@ from ..._ranks.meshes import AxisName
 from ..._ranks.node_levels import Levels
 from .. import _lax, _recipe, _scaled, _two_level, _two_level_plan
 from .._collective import Collective, axis
-from .._recipe import AnyRecipe
+from .._recipe import AnyRecipe, Weight
 from .._scaled import Operand
 from .._spec import OpSpec, all_ops
 from . import _all_to_all_shards, _by_recipe, _product, _product_plan
@@ -51,7 +51,7 @@ class Params:
 @meshes.axis_by_name
 def matmul_all_to_all(
     x: Operand,
-    w: Operand,
+    w: Weight,
     *,
     axis_name: AxisName,
     split_axis: int,
@@ -101,7 +101,7 @@ def matmul_all_to_all(
         float64) whatever it is.
       precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
       recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
-        quantised, and what gradients need.
+        quantised, and what gradients need; w may be already, by `Recipe.quantize_weight`.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
         what its type says (explicit sharding), or not at all.
@@ -177,7 +177,7 @@ def matmul_all_to_all(
 
 def reference(
     x: Operand,
-    w: Operand,
+    w: Weight,
     *,
     axis_name: AxisName,
     split_axis: int,
@@ -221,7 +221,7 @@ def _communication(ndim: int, split_axis: int, concat_axis: int, **_: Any) -> Co
 def _over_global_arrays(
     op: Any,
     x: Operand,
-    w: Operand,
+    w: Weight,
     *,
     mesh: Mesh | AbstractMesh | None,
     x_spec: PartitionSpec | None,

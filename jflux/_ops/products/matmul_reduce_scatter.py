@@ -27,7 +27,7 @@ from ..._ranks.node_levels import Levels
 from .. import _epilogue, _lax, _recipe, _scaled, _two_level, _two_level_plan
 from .._collective import Collective, axis
 from .._lax import several
-from .._recipe import AnyRecipe
+from .._recipe import AnyRecipe, Weight
 from .._scaled import Operand, Scaled
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import exchange
@@ -65,7 +65,7 @@ class Params:
 @meshes.axis_by_name
 def matmul_reduce_scatter(
     x: Operand | Sequence[Operand],
-    w: Operand | Sequence[Operand],
+    w: Weight | Sequence[Weight],
     *,
     axis_name: AxisName,
     scatter_dimension: int = -2,
@@ -120,7 +120,7 @@ def matmul_reduce_scatter(
       preferred_element_type: the type of y; by default x's.
       precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
       recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
-        quantised, and what gradients need.
+        quantised, and what gradients need; w may be already, by `Recipe.quantize_weight`.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
         what its type says (explicit sharding), or not at all. The axis is added at the last
@@ -226,7 +226,7 @@ def matmul_reduce_scatter(
 
 def reference(
     x: Operand | Sequence[Operand],
-    w: Operand | Sequence[Operand],
+    w: Weight | Sequence[Weight],
     *,
     axis_name: AxisName,
     scatter_dimension: int = -2,
