@@ -21,9 +21,10 @@ Weights are stored [n, k], results are bfloat16, and 8 bits are float8_e4m3fn. M
     P FORM       PyTorch's scaled product alone: cuBLASLt's, or CUTLASS's by row
 
 The floor F is max(G8, C8): the fastest product alone (G8 or P by tensor or row), and the fastest
-collective alone. `ran` says which path each J8 took (jflux.explain), and "lax" where none did.
-Results of the very programs that are timed are compared with the float32 product of the operands
-dequantised; one that is wrong, or does not run, is left out and named.
+collective alone. `read` is the time in which a copy reads a rank's weights. `ran` says which path
+each J8 took (jflux.explain), and "lax" where none did. Results of the very programs that are timed
+are compared with the float32 product of the operands dequantised; one that is wrong, or does not
+run, is left out and named.
 """
 
 from __future__ import annotations
@@ -35,32 +36,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux._ops._quantize import largest
 from jflux._tools import trials
-from jflux._tools.trials import Trial
 
 from . import command, peers, rates
-from .collectives import CAPTURED
+from .moe import MEMORY
 from .products import OF_RANKS
+from .scaled_calls import FORMS, MATMUL, Data, contestants, linked
 from .shapes import AG, RS, Shape, of_row
 
-E4M3 = jnp.float8_e4m3fn
-MATMUL = "matmul"  # of one rank
-
-#: Type, and what shares a scale of x [m, k] and of w [n, k].
-FORMS: dict[str, tuple[Any, tuple[int, int], tuple[int, int]]] = {
-    "tensor": (E4M3, (-1, -1), (-1, -1)),
-    "row": (E4M3, (1, -1), (1, -1)),
-    "block": (E4M3, (1, 128), (128, 128)),
-    "int8": (jnp.int8, (1, -1), (1, -1)),
-}
 #: Those that PyTorch's fused ops take, and its product.
 OF_TORCH = {"T": ("tensor", "row"), "P": ("tensor", "row", "block")}
 
@@ -99,218 +86,6 @@ def _part(shape: Shape, ranks: int) -> Shape:
     if shape.op == AG:
         return Shape(MATMUL, shape.m, shape.n // ranks, shape.k)
     return Shape(MATMUL, shape.m, shape.n, shape.k // (ranks if shape.op == RS else 1))
-
-
-# ---- What a user could write ---------------------------------------------------------------------
-
-
-def by_hand(x: jax.Array, dtype: Any, rows: bool) -> jflux.Scaled:
-    """x [m, k], quantised by a scale for each row, or one over all ranks."""
-    wide = x.astype(jnp.float32)
-    most = jnp.max(jnp.abs(wide), 1, keepdims=True) if rows else lax.pmax(_most(wide), "tp")
-    scale = most / largest(np.dtype(dtype))
-    return jflux.Scaled((wide / scale).astype(dtype), scale)
-
-
-def _most(x: jax.Array) -> jax.Array:
-    return jnp.max(jnp.abs(x), keepdims=True)
-
-
-def plain(x: jflux.Scaled, w: jflux.Scaled) -> jax.Array:
-    """x [m, k], w [n, k]: a product of 8 bits by 8 bits, and its scales."""
-    whole = x.dtype == jnp.int8
-    y = lax.dot_general(
-        x.values, w.values, (((1,), (1,)), ((), ())),
-        preferred_element_type=jnp.int32 if whole else jnp.bfloat16,
-    )  # fmt: skip
-    return (y.astype(jnp.float32) * x.scale * w.scale.T).astype(jnp.bfloat16)
-
-
-def pattern(x: jflux.Scaled, w: jflux.Scaled) -> jax.Array:
-    """The same by scales of tensors, written as XLA matches it."""
-    wide = [a.values.astype(jnp.bfloat16) * a.scale[0, 0].astype(jnp.bfloat16) for a in (x, w)]
-    return lax.dot_general(*wide, (((1,), (1,)), ((), ())))
-
-
-def gathered(x: Any) -> Any:
-    """All ranks' rows, and their scales if each has one."""
-    if not isinstance(x, jflux.Scaled):
-        return lax.all_gather(x, "tp", tiled=True)
-    return jflux.Scaled(gathered(x.values), x.scale if x.scale.shape[0] == 1 else gathered(x.scale))
-
-
-def scattered(y: jax.Array) -> jax.Array:
-    return lax.psum_scatter(y, "tp", scatter_dimension=0, tiled=True)
-
-
-def sequence(op: str, product: Callable[..., Any]) -> Callable[..., Any]:
-    """The product of (x, w) of one rank, and what travels before or after it."""
-    if op == AG:
-        return lambda x, w: product(gathered(x), w)
-    return (lambda x, w: scattered(product(x, w))) if op == RS else product
-
-
-# ---- Contestants ---------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Contestant:
-    """A function of one rank's (x, w).
-
-    Attributes:
-      form: of the operands: one of FORMS, "16" ([k, n] weights), or "alone" or "sent".
-      quantizes: x is bfloat16, and w of this form.
-      options: of XLA.
-    """
-
-    f: Callable[[Any, Any], jax.Array]
-    form: str
-    quantizes: bool = False
-    options: dict[str, Any] | None = None
-
-
-def contestants(op: str, ranks: int) -> dict[str, Contestant]:
-    """By name, in the table's order."""
-    ours = jflux.matmul if op == MATMUL else Trial(Shape(op, 0, 0, 0).spec).function()
-    ours = functools.partial(ours, transpose_rhs=True)
-    found = {}
-    if ranks > 1:
-        trial = Trial(Shape(op, 0, 0, 0).spec)
-        in_order = sequence(op, plain)
-        found |= {
-            "S16": Contestant(trial.function(reference=True), "16"),
-            "J16": Contestant(trial.function(), "16"),
-            "S8": Contestant(in_order, "tensor"),
-            "S8 captured": Contestant(in_order, "tensor", options=CAPTURED),
-            "S8 pattern": Contestant(sequence(op, pattern), "tensor"),
-            "S8q": Contestant(lambda x, w: in_order(by_hand(x, E4M3, False), w), "tensor", True),
-            "S8row": Contestant(lambda x, w: in_order(by_hand(x, E4M3, True), w), "row", True),
-            "S8 int8": Contestant(in_order, "int8"),
-            "C8": Contestant(lambda x, w: gathered(x) if op == AG else scattered(x), "sent"),
-            "C8 jflux": Contestant(lambda x, w: _sent_by_jflux(op, x), "sent"),
-        }
-    else:
-        found["S16"] = Contestant(lambda x, w: x @ w, "16")
-    found |= {
-        "G8": Contestant(plain, "alone"),
-        "G8 pattern": Contestant(pattern, "alone"),
-        "G8 int8": Contestant(plain, "int8 alone"),
-    }
-    for form, (dtype, block, _) in FORMS.items():
-        found[f"J8 {form}"] = Contestant(ours, form)
-        if form in ("row", "block"):
-            quantize = functools.partial(jflux.quantize, dtype=dtype, block=block)
-            found[f"J8q {form}"] = Contestant(
-                lambda x, w, quantize=quantize: ours(quantize(x), w), form, True
-            )
-    return found
-
-
-def _sent_by_jflux(op: str, x: jax.Array) -> jax.Array:
-    if op == AG:
-        return jflux.all_gather(x, axis_name="tp", tiled=True)
-    return jflux.reduce_scatter(x, axis_name="tp", scatter_dimension=0, tiled=True)
-
-
-class Data:
-    """Operands of one shape over a mesh, each made when it is asked for first."""
-
-    def __init__(self, shape: Shape, mesh: Mesh) -> None:
-        self.shape, self.mesh, self.ranks = shape, mesh, mesh.devices.size
-        if shape.op == MATMUL:
-            self.x_spec = self.w_spec = self.y_spec = P(None, None)
-        else:
-            self.x_spec, self.w_spec, self.y_spec = Trial(shape.spec, transpose_rhs=True).partition
-        wide = functools.partial(trials.normal, mesh, dtype=jnp.bfloat16)
-        m, n, k = shape.m, shape.n, shape.k
-        self.x = wide(self.x_spec, (m, k), seed=1)
-        self.w = wide(self.w_spec, (n, k), seed=2, scale=float(k**-0.5))
-        self._made: dict[str, tuple[Any, Any]] = {}
-
-    def run(self, f: Callable[..., Any], in_specs: Any, out_specs: Any, *args: Any) -> Any:
-        return trials.compiled(f, self.mesh, in_specs, out_specs, *args)(*args)
-
-    def of(self, contestant: Contestant) -> tuple[Any, Any, Any, Any, P]:
-        """(x, w, x's sharding, w's, y's)."""
-        form, stacked = contestant.form, P("tp", None)
-        if form not in self._made:
-            self._made[form] = self._make(form)
-        x, w = self._made[form]
-        x_spec, w_spec, y_spec = self.x_spec, self.w_spec, self.y_spec
-        if form == "16":
-            w_spec = P(*w_spec[::-1])
-        elif self.ranks > 1 and form.endswith(("alone", "sent")):
-            y_spec = stacked
-            x_spec = x_spec if form != "sent" and self.shape.op == RS else stacked
-        if contestant.quantizes:
-            x = self.x
-        return x, w, x_spec, w_spec, y_spec
-
-    def _make(self, form: str) -> tuple[Any, Any]:
-        if form == "16":
-            return self.x, jnp.swapaxes(self.w, 0, 1)
-        if form == "sent":
-            x, w = self.scaled("tensor")
-            if self.shape.op == AG:  # as bytes: not every collective has types of 8-bit floats
-                return lax.bitcast_convert_type(x.values, jnp.int8), w
-            size = (self.ranks * self.shape.m, self.shape.n)
-            return trials.normal(self.mesh, P("tp", None), size, jnp.bfloat16, seed=3), w
-        if form.endswith("alone"):
-            x, w = self.scaled(form.removesuffix("alone").strip() or "tensor")
-            if self.shape.op == AG:
-                x = self.run(gathered, self.x_spec, P("tp", None), x)
-            return x, w
-        return self.scaled(form)
-
-    def scaled(self, form: str) -> tuple[jflux.Scaled, jflux.Scaled]:
-        """Each rank's part, quantised by itself; by tensor all ranks' x have one scale. A scale
-        that ranks do not share has an entry for each of them in the global array."""
-        if form not in self._made:
-            dtype, x_block, w_block = FORMS[form]
-            one_scale = form == "tensor" and self.ranks > 1
-
-            def quantized(x: jax.Array, w: jax.Array) -> tuple[Any, Any]:
-                scale = by_hand(x, dtype, False).scale if one_scale else None
-                return (
-                    jflux.quantize(x, dtype, block=x_block, scale=scale),
-                    jflux.quantize(w, dtype, block=w_block),
-                )
-
-            specs = self.x_spec, self.w_spec
-            self._made[form] = self.run(quantized, specs, specs, self.x, self.w)
-        return self._made[form]
-
-    def wanted(self, form: str) -> jax.Array:
-        """The float32 product of the operands dequantised."""
-
-        def product(x: Any, w: Any) -> jax.Array:
-            wide = [a.dequantize() for a in (x, w)]
-            return lax.dot_general(*wide, (((1,), (1,)), ((), ())), precision="highest")
-
-        x, w = self.scaled(form)
-        f = sequence(self.shape.op, product)
-        return self.run(f, (self.x_spec, self.w_spec), self.y_spec, x, w)
-
-    def error(self, y: jax.Array, want: jax.Array) -> float:
-        """The largest, in units of bfloat16's rounding of |y| + 1. Rows that a loop has changed do
-        not count: the first of each rank's x."""
-        step = self.shape.m // self.ranks
-
-        def largest_error(y: jax.Array, want: jax.Array) -> jax.Array:
-            found = jnp.abs(y.astype(jnp.float32) - want) / (2.0**-8 * (jnp.abs(want) + 1))
-            changed = jnp.arange(y.shape[0]) % step == 0
-            return jnp.max(jnp.where(changed[:, None], 0, found)).reshape(1)
-
-        specs = (self.y_spec, self.y_spec)
-        return float(np.max(self.run(largest_error, specs, P("tp"), y, want)))
-
-
-def linked(x: Any, y: jax.Array) -> Any:
-    """x, whose first value is y's, and whose scale comes after y: neither can be used earlier."""
-    if not isinstance(x, jflux.Scaled):
-        return trials.with_corner(x, y)
-    first = x.scale[:1, :1] + 0 * y[:1, :1].astype(jnp.float32)
-    return jflux.Scaled(trials.with_corner(x.values, y), trials.with_corner(x.scale, first))
 
 
 def path_of(op: str, f: Callable[..., Any], mesh: Mesh, specs: Any, *args: Any) -> str:
@@ -373,7 +148,10 @@ def measure(
                     runs[name] = peer.runs(wish, iterations)
             except peers.Unavailable as e:
                 print(f"{shape}, {name}: not available, {e}", file=sys.stderr)
-    row = dataclasses.asdict(shape) | {"paths": paths, "errors": errors}
+    row = dataclasses.asdict(shape) | {
+        "paths": paths, "errors": errors, "flops": shape.flops(ranks),
+        "read": read_seconds(shape.n * shape.k / ranks),
+    }  # fmt: skip
     for name, timing in trials.interleave(runs, iterations, rounds).items():
         check_rate(shape, ranks, name, timing.median)
         row[name] = dataclasses.asdict(timing)
@@ -391,6 +169,13 @@ def of_torch(shape: Shape, ranks: int) -> dict[str, dict[str, Any]]:
     }
 
 
+def read_seconds(weights: float) -> float | None:
+    """The time in which a copy reads so many bytes."""
+    kind = jax.devices()[0].device_kind
+    memory = next((rate for name, rate in MEMORY.items() if kind.startswith(name)), None)
+    return weights / memory if memory else None
+
+
 def check_rate(shape: Shape, ranks: int, name: str, seconds: float) -> None:
     """Raises if a figure says that the chip, or its links, did more than they can."""
     flops = 0 if name.startswith("C8") else shape.flops(ranks)
@@ -400,11 +185,10 @@ def check_rate(shape: Shape, ranks: int, name: str, seconds: float) -> None:
     rates.check(f"{shape}, {name}", seconds, flops=flops, link_bytes=links)
 
 
-FLOATS = ("tensor", "row", "block")
 TIMED = (
-    "S16", "J16", "S8", "S8q", "S8row", "G8", "C8", *(f"J8 {form}" for form in FLOATS),
-    "J8q row", "J8q block", *(f"T {form}" for form in OF_TORCH["T"]),
-    *(f"P {form}" for form in OF_TORCH["P"]), "S8 int8", "G8 int8", "J8 int8",
+    "S16", "J16", "S8", "S8q", "S8row", "G8", "C8", "J8 tensor", "J8 row", "J8 block", "J8q row",
+    "J8q block", *(f"{name} {form}" for name, forms in OF_TORCH.items() for form in forms),
+    "S8 int8", "G8 int8", "J8 int8",
 )  # fmt: skip
 #: Other forms of a column: the fastest counts.
 SAME = {
@@ -412,8 +196,18 @@ SAME = {
     "G8": ("G8", "G8 pattern"),
     "C8": ("C8", "C8 jflux"),
 }
-RATIOS = ("tensor / F", "row / F", "block / F", "tensor / S8", "q row / S8row", "J16 / tensor")
-COLUMNS = ("op", "m", "n", "k", *(f"{name} us" for name in TIMED), "F us", *RATIOS, "ran", "error")
+#: What of the columns, F and `read` is divided by what.
+RATIOS = (
+    *((f"J8 {form}", "F") for form in ("tensor", "row", "block")),
+    ("J8 block", "P block"), ("J8 tensor", "read"), ("J8 tensor", "S8"), ("J8q row", "S8row"),
+    ("J8 tensor", "T tensor"), ("J8 row", "T row"), ("J8q row", "J8 row"),
+    ("J8q block", "J8 block"), ("J16", "J8 tensor"), ("J8 int8", "S8 int8"),
+    ("J8 int8", "G8 int8"),
+)  # fmt: skip
+COLUMNS = (
+    "op", "m", "n", "k", *(f"{name} us" for name in (*TIMED, "F", "read")),
+    *(f"{a} / {b}" for a, b in RATIOS), "J8 TF/s", "ran", "error",
+)  # fmt: skip
 
 
 def seconds_of(row: command.Row, name: str) -> float | None:
@@ -431,23 +225,37 @@ def floor(row: command.Row) -> float | None:
 
 def cells(row: command.Row) -> list[str]:
     """One row of the table under COLUMNS."""
-    seconds = {name: seconds_of(row, name) for name in TIMED} | {"F": floor(row)}
+    seconds = {name: seconds_of(row, name) for name in TIMED}
+    seconds |= {"F": floor(row), "read": row.get("read")}
 
     def over(name: str, base: str) -> str:
         a, b = seconds[name], seconds[base]
         return f"{a / b:.3f}" if a and b else ""
 
+    ours = [name for name in seconds if name.startswith("J8 ") and seconds[name]]
+    fastest = min((seconds[name] or 0 for name in ours), default=None)
     ran = ", ".join(f"{name.removeprefix('J')} {path}" for name, path in row["paths"].items())
+    error = max((e for name, e in row["errors"].items() if name.startswith("J8")), default=0)
     return [
         *(str(row[field]) for field in ("op", "m", "n", "k")),
         *(f"{one * 1e6:.1f}" if one else "" for one in seconds.values()),
-        *(over(f"J8 {form}", "F") for form in FLOATS),
-        over("J8 tensor", "S8"), over("J8q row", "S8row"), over("J16", "J8 tensor"),
-        ran, f"{max((e for n, e in row['errors'].items() if n[0] == 'J'), default=0):.1f}",
+        *(over(*pair) for pair in RATIOS),
+        f"{row['flops'] / fastest / 1e12:.0f}" if fastest else "", ran, f"{error:.1f}",
     ]  # fmt: skip
 
 
-TABLE = command.Table("scaled", of_row, lambda _: " | ".join(COLUMNS), command.joined(cells))
+def of_columns(row: command.Row, wanted: Sequence[str] = COLUMNS) -> dict[str, str]:
+    """Those of the columns that the row has."""
+    found = zip(COLUMNS, cells(row), strict=True)
+    return {name: cell for name, cell in found if cell and name in wanted}
+
+
+TABLE = command.Table(
+    "scaled", of_row, lambda row: " | ".join(of_columns(row)),
+    command.joined(lambda row: [*of_columns(row).values()]),
+)  # fmt: skip
+#: What a run ends with.
+SHORT = ("op", "m", "n", "k", "F us", *(f"{a} / {b}" for a, b in RATIOS), "J8 TF/s", "ran", "error")
 
 
 def main() -> int:
@@ -460,23 +268,32 @@ def main() -> int:
     add("--quick", action="store_true", help="the list quick, fewer rounds, at most 50 seconds")
     add("--unchecked", action="store_true", help="kernels that have not been checked on GPUs too")
     args = options.parse_args()
+    without = [name for name in args.without.split(",") if name]
     if args.quick:
         args.lists, args.rounds, args.limit = "quick", 4, min(args.limit, 50)
-    without = [name for name in args.without.split(",") if name]
+        without += ["S8 captured", "S8 pattern", "G8 pattern", "S16", "S8q"]
     if not args.int8:
         without += [name for name in contestants(AG, 2) if name.endswith("int8")]
-    jflux.init(heap_bytes=8 << 30)
     jflux.config.update(unchecked_kernels=args.unchecked)
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), ("tp",))
     others = peers.start(filter(None, args.peers.split(",")), {"torch": peers.Torch}, mesh)
+
+    def row_of(shape: Shape) -> command.Row:
+        jflux.shutdown()  # a heap without what the last row's programs took
+        jflux.init(heap_bytes=8 << 30)
+        return measure(shape, mesh, args.rounds, without, others)
+
     wanted = {
-        shape: functools.partial(measure, shape, mesh, args.rounds, without, others)
+        shape: functools.partial(row_of, shape)
         for name in args.lists.split(",")
         for shape in on_ranks(LISTS[name], args.ranks)
     }
-    TABLE.measure(args, wanted)
+    rows = TABLE.measure(args, wanted)
     for peer in others:
         peer.close()
+    print()
+    for row in rows:
+        print(", ".join(f"{name} {cell}" for name, cell in of_columns(row, SHORT).items()))
     return 0
 
 
