@@ -14,6 +14,7 @@ from jax import lax
 
 from .. import _native
 from ._lax import several
+from ._scaled import Scales
 
 
 @jax.custom_jvp
@@ -44,18 +45,18 @@ class Epilogue:
     """``y_i = activation(product_i + bias_i)``, or, gated, one
     ``y = activation(product_0 + bias_0) * (product_1 + bias_1)``.
 
-    Its operands are the biases, and, where products are scaled, the scale of their rows [..., m, 1]
-    and that of each one's columns [n].
+    Its operands are the biases, and, where products have scales, that of their rows and that of
+    each one's columns (`_scaled.of_rows`, `_scaled.of_columns`).
 
     Attributes:
       biased: which products have a bias.
-      scaled: whether products are multiplied by scales first.
+      scales: of the products' operands.
     """
 
     biased: tuple[bool, ...]
     activation: str | None = None
     gated: bool = False
-    scaled: bool = False
+    scales: Scales = Scales.NONE
 
     @property
     def results(self) -> int:
@@ -69,17 +70,17 @@ class Epilogue:
 
     def before(self) -> Epilogue | None:
         """The same without the activation."""
-        needed = any(self.biased) or self.scaled
-        return Epilogue(self.biased, scaled=self.scaled) if needed else None
+        needed = any(self.biased) or self.scales
+        return Epilogue(self.biased, scales=self.scales) if needed else None
 
     def exact(self, out: np.dtype) -> np.dtype:
-        """The type of products before it: that of y, or that of sums if they are scaled."""
-        return sum_dtype(out) if self.scaled else out
+        """The type of products before it: that of y, or that of sums if there are scales."""
+        return sum_dtype(out) if self.scales else out
 
     def split(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[Any]]:
         """(biases, scale of rows, scales of columns) of its operands."""
         biases = sum(self.biased)
-        if not self.scaled:
+        if not self.scales:
             return operands[:biases], None, [None] * len(self.biased)
         return operands[:biases], operands[biases], operands[biases + 1 :]
 
@@ -135,13 +136,14 @@ def sum_dtype(out: np.dtype) -> np.dtype:
 def apply(
     epilogue: Epilogue, products: Sequence[jax.Array], operands: Sequence[jax.Array], out: np.dtype
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """(all y, all sums of a product and its bias), rounded to `out`."""
+    """(all y, all sums of a product and its bias), rounded to `out`. Scales of blocks are in the
+    products already."""
     wide = sum_dtype(out)
     biases, of_rows, of_columns = epilogue.split(operands)
     rest, sums = iter(biases), []
     for product, biased, columns in zip(products, epilogue.biased, of_columns, strict=True):
         total = product.astype(wide)
-        if columns is not None:
+        if epilogue.scales is Scales.OF_SUMS:
             total = total * of_rows * in_rows(columns, product)
         if biased:
             total += in_rows(next(rest).astype(wide), product)

@@ -106,7 +106,8 @@ def quantize(
         else:
             whole = jnp.isfinite(_largest_in(wide, block))
             scale = jnp.where(whole, scale, jnp.nan)
-        ratio = wide / spread(scale, x.shape)
+        # XLA would multiply by rounded reciprocals of a scale that it sees repeated.
+        ratio = wide / lax.optimization_barrier(spread(scale, x.shape))
         values = _rounded(ratio, dtype)
         if not return_losses:
             return Scaled(values, scale), None

@@ -13,6 +13,7 @@ import numpy as np
 import jflux
 
 from .._call import plans
+from .._ops import _scaled
 from .._ops._spec import OpSpec, ops_with_checked_kernels
 from .._ops.products import _product
 from . import calls
@@ -91,11 +92,14 @@ def scaled(rng: random.Random, place: Place) -> Case:
     ops = ["all_gather_matmul"] + ["matmul_reduce_scatter"] * (place.platform != "cpu")
     lead = (*rng.choice([(), (), (2,)]), rng.choice(ROWS))
     out = rng.choice([jnp.bfloat16, jnp.bfloat16, jnp.float32])
+    # An entry for each row and column; and for each block of k, then of blocks of columns.
+    by_row, by_column = rng.random() < 0.7, rng.random() < 0.7
+    by_block = place.platform != "cpu" and rng.random() < 0.4
+    k = rng.choice([520, 1040]) if by_block else rng.choice(K)
     call = Call(
-        rng.choice(ops), lead, rng.choice(K), rng.choice(N), rng.randrange(len(lead)),
+        rng.choice(ops), lead, k, rng.choice(N), rng.randrange(len(lead)),
         jnp.float8_e4m3fn, out, transpose_rhs=rng.random() < 0.5,
     )  # fmt: skip
-    by_row, by_column = rng.random() < 0.7, rng.random() < 0.7
     f = call.bind(place.axis_name)
 
     def body(x: Any, x_scale: Any, w: Any, w_scale: Any) -> Any:
@@ -106,14 +110,23 @@ def scaled(rng: random.Random, place: Place) -> Case:
         mesh, axis = place.mesh, place.axis_name
         x, w = calls.operands(call, mesh, axis, seed=seed)
 
-        def scale_of(a: np.ndarray, each: bool, along_k: int) -> np.ndarray:
+        def scale_of(a: np.ndarray, each: bool, along_k: int, size: int) -> np.ndarray:
+            """An entry for `size` indices of a dimension other than k."""
             ndim = len(a.shape) - mesh.devices.ndim
-            shape = list(a.shape) if each else [*mesh.devices.shape, *[1] * ndim]
-            shape[along_k] = 1
-            return np.exp2(draws.uniform(-3, 3, shape)).astype(np.float32)
+            shape = [-(-n // size) for n in a.shape[-ndim:]] if each else [1] * ndim
+            shape[along_k] = -(-a.shape[along_k] // _scaled.BLOCK) if by_block else 1
+            full = (*mesh.devices.shape, *shape)
+            return np.exp2(draws.uniform(-3, 3, full)).astype(np.float32)
 
-        scales = scale_of(x, by_row, -1), scale_of(w, by_column, -1 if call.transpose_rhs else -2)
-        wide = [a.astype(np.float32) * s for a, s in zip((x, w), scales, strict=True)]
+        of_columns = _scaled.BLOCK if by_block else 1
+        scales = (
+            scale_of(x, by_row, -1, 1),
+            scale_of(w, by_column, -1 if call.transpose_rhs else -2, of_columns),
+        )
+        wide = [
+            a.astype(np.float32) * np.asarray(_scaled.spread(jnp.asarray(s), a.shape))
+            for a, s in zip((x, w), scales, strict=True)
+        ]
         want = calls.exact(call, mesh, axis, *wide)
         scale = calls.exact(call, mesh, axis, *(abs(a) for a in wide))
         terms = call.terms(place.world)
@@ -123,7 +136,7 @@ def scaled(rng: random.Random, place: Place) -> Case:
 
     return place.case(
         call.op,
-        f"{call.op} {call} with scales {by_row=} {by_column=} {np.dtype(out).name}",
+        f"{call.op} {call} with scales {by_row=} {by_column=} {by_block=} {np.dtype(out).name}",
         body,
         make,
         is_xlas=place.world == 1,

@@ -144,13 +144,14 @@ struct AllGatherMatmulOperands {
     int64_t n;
     const float* bias;             // [n], or null
     void* sums;                    // as y, of what the activation is applied to; or null
-    const float* scale = nullptr;  // [n], of w; of operands of 8 bits
+    const float* scale = nullptr;  // of w: [n], or [blocks of n, blocks of k]
   } products[kMaxWeights];
   int32_t weights;
   Activation activation;
   bool gated;
-  void* gathered;                  // or null
-  const float* x_scale = nullptr;  // [outer, world * inner], of all ranks' rows
+  void* gathered;  // or null
+  Scales scales = Scales::kNone;
+  const float* x_scale = nullptr;  // of all ranks' rows: [rows], or [rows, blocks of k]
 };
 
 // Enqueues the call on `stream`. params.n is the columns of all weights.

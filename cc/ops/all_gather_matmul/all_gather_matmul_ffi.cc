@@ -11,6 +11,7 @@ bool PlanAllGatherMatmul(CallReader& reader, const Machine& machine, Fields* pla
                          std::string* why_not) {
   const ProductCall call = ProductCall::Read(reader);
   const bool gated = reader.GetOr("gated", 0, 0, 1) == 1;
+  const bool block_scales = reader.GetOr("block_scales", 0, 0, 1) == 1;
   const DType w_dtype = reader.Has("w_dtype") ? reader.GetFormat("w_dtype") : call.dtype;
   if (!reader.Check(why_not)) return false;
   const AllGatherMatmulParams p{call.rows,          call.k, call.n, call.dtype, call.out_dtype,
@@ -26,10 +27,11 @@ bool PlanAllGatherMatmul(CallReader& reader, const Machine& machine, Fields* pla
   const int world = p.rows.world;
   const GemmChoice wanted = call.given.value_or(
       ChooseAllGather(world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs));
-  const GemmChoice choice =
+  GemmChoice choice =
       gated ? ForGate(wanted, rows, p.n, k_bytes, machine,
                       Loading(kGatherCosts, k_bytes, n_bytes / 2, p.transpose_rhs, world))
             : FitSplits(wanted, rows, k_bytes, kGatherSplits);
+  if (block_scales) choice = ForBlockScales(choice, gated);
   *plan =
       ProductPlan{choice, AllGatherSenders(p, machine), CudaLayoutOf(p).Workspace().TotalBytes()}
           .AsFields();
@@ -40,12 +42,12 @@ struct Attributes : ProductAttributes {
   int64_t activation = 0;  // number of an Activation
   Int64s biased;           // for each weight, 1 if it has a bias
   bool gated = false;
-  bool scaled = false;  // products are multiplied by scales of rows and columns
+  int64_t scales = 0;  // number of a Scales
   bool sums = false;
 
   void Read(AttributeReader& read) {
     ProductAttributes::Read(read);
-    read("activation", &activation)("biased", &biased)("gated", &gated)("scaled", &scaled)("sums",
+    read("activation", &activation)("biased", &biased)("gated", &gated)("scales", &scales)("sums",
                                                                                            &sums);
   }
 };
@@ -72,7 +74,7 @@ struct CallOnCpu : TiledCall<kAllGatherMatmulId, AllGatherMatmulCpu> {
                    ffi::RemainingRets results) {
     if (!IsCpuPlan(a.choice, a.senders)) return kMalformed;
     if (a.activation != 0 || a.gated || a.sums ||
-        std::count(a.biased.begin(), a.biased.end(), 1) != 0 || a.scaled || rest.size() != 1 ||
+        std::count(a.biased.begin(), a.biased.end(), 1) != 0 || a.scales != 0 || rest.size() != 1 ||
         results.size() < 1 || results.size() > 2) {
       return kDoNotFit;
     }
@@ -96,16 +98,15 @@ struct CallOnCpu : TiledCall<kAllGatherMatmulId, AllGatherMatmulCpu> {
 struct CallOnCuda : PlannedCall<kAllGatherMatmulId, LaunchAllGatherMatmul> {
   std::string Read(const Attributes& a, ffi::AnyBuffer x, ffi::RemainingArgs rest,
                    ffi::RemainingRets results) {
-    // Operands x, w_0 .. w_p-1, a bias for each of them that is `biased`, and, if they are
-    // `scaled`, the scale of all rows of y and one of the columns of each w. Results: all y (of
-    // which there is one if they are gated), p sums if there are `sums`, and perhaps the gathered
-    // x.
+    // Operands x, w_0 .. w_p-1, a bias for each of them that is `biased`, and, if there are
+    // `scales`, that of all rows of y and one of the columns of each w. Results: all y (of which
+    // there is one if they are gated), p sums if there are `sums`, and perhaps the gathered x.
     const size_t count = a.biased.size(), products = a.gated ? 1 : count;
     const size_t biases = std::count(a.biased.begin(), a.biased.end(), 1);
     const size_t computed = products + (a.sums ? count : 0);
     const bool gathered = results.size() == computed + 1;
-    if (count < 1 || count > kMaxWeights ||
-        rest.size() != count + biases + (a.scaled ? 1 + count : 0) ||
+    if (count < 1 || count > kMaxWeights || !IsScales(a.scales) ||
+        rest.size() != count + biases + (a.scales != 0 ? 1 + count : 0) ||
         results.size() != computed + (gathered ? 1 : 0) || (a.gated && count != 2) ||
         !IsActivation(a.activation)) {
       return kDoNotFit;
@@ -114,6 +115,8 @@ struct CallOnCuda : PlannedCall<kAllGatherMatmulId, LaunchAllGatherMatmul> {
     arrays.weights = static_cast<int32_t>(count);
     arrays.activation = static_cast<Activation>(a.activation);
     arrays.gated = a.gated;
+    arrays.scales = static_cast<Scales>(a.scales);
+    const bool of_blocks = arrays.scales == Scales::kOfBlocks;
     const auto floats = [&](size_t i, int64_t size) {
       return FloatsOf(*rest.get<ffi::AnyBuffer>(i), size);
     };
@@ -126,7 +129,7 @@ struct CallOnCuda : PlannedCall<kAllGatherMatmulId, LaunchAllGatherMatmul> {
       if (!product_params) return kDoNotFit;
       p = *product_params;
       if (!WhyNoKernel(p).empty()) return kNoKernel;
-      if (a.scaled && SizeOf(p.dtype) != 1) return kDoNotFit;
+      if (a.scales != 0 && SizeOf(p.dtype) != 1) return kDoNotFit;
       auto& product = arrays.products[i];
       product.w = w.untyped_data();
       product.y = y->untyped_data();
@@ -136,9 +139,11 @@ struct CallOnCuda : PlannedCall<kAllGatherMatmulId, LaunchAllGatherMatmul> {
         product.bias = floats(next_bias++, p.n);
         if (product.bias == nullptr) return "a bias does not fit";
       }
-      if (a.scaled) {
-        arrays.x_scale = floats(count + biases, p.rows.Total());
-        product.scale = floats(count + biases + 1 + i, p.n);
+      if (a.scales != 0) {
+        const int64_t k_blocks = of_blocks ? CeilDiv<int64_t>(p.k, kScaleBlock) : 1;
+        const int64_t columns = of_blocks ? CeilDiv<int64_t>(p.n, kScaleBlock) : p.n;
+        arrays.x_scale = floats(count + biases, p.rows.Total() * k_blocks);
+        product.scale = floats(count + biases + 1 + i, columns * k_blocks);
         if (arrays.x_scale == nullptr || product.scale == nullptr) return "a scale does not fit";
       }
       columns += p.n;
@@ -149,7 +154,8 @@ struct CallOnCuda : PlannedCall<kAllGatherMatmulId, LaunchAllGatherMatmul> {
     // k one CTA computes.
     if (!ReadPlan(a) || !WhyNoKernel(p).empty() || plan.senders < 1 ||
         !SharesK(plan.choice, p.rows.Total(), p.k * SizeOf(p.dtype), kGatherSplits) ||
-        (a.gated && (plan.choice.tile_n % 128 != 0 || plan.choice.splits != 1))) {
+        (a.gated && (plan.choice.tile_n % 128 != 0 || plan.choice.splits != 1)) ||
+        (of_blocks && !(ForBlockScales(plan.choice, a.gated) == plan.choice))) {
       return kNoKernel;
     }
     return "";

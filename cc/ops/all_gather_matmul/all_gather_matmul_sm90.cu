@@ -94,8 +94,8 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
       return false;
     }
   }
-  return LaunchGemmInstance<AllGatherMatmulInstances>(p.dtype, p.transpose_rhs, choice, &args,
-                                                      args.num_tiles, sms, stream, error);
+  return LaunchGemmInstance<AllGatherMatmulInstances>(
+      p.dtype, p.transpose_rhs, choice, &args, args.num_tiles, sms, stream, error, operands.scales);
 }
 
 }  // namespace jflux

@@ -41,7 +41,6 @@ DTYPES = dtypes()
 
 #: Why `lax` takes a call of operands with scales.
 NO_KERNEL_SCALES = "no kernel takes operands with a scale yet"
-NO_KERNEL_BLOCKS = "no kernel takes scales with several entries along k yet"
 #: Why `lax` takes a call under ``check_vma=True``.
 NO_KERNEL_REDUCES = "{}: kernels have no types of sums that are still to be made"
 

@@ -28,7 +28,7 @@ from .. import _epilogue, _lax, _scaled, _two_level, _two_level_plan
 from .._collective import Collective, axis
 from .._epilogue import Epilogue
 from .._lax import several
-from .._scaled import Operand, Scaled
+from .._scaled import Operand, Scaled, Scales
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import exchange
 from . import _product, _product_plan
@@ -252,8 +252,7 @@ def all_gather_matmul(
     if isinstance(x, Scaled):
         constants = _scaled.constants(x, *ws)
         x, *rest = constants
-        if _scaled.has_blocks_of_k(*constants, transpose_rhs=transpose_rhs):
-            no_kernel = _product.NO_KERNEL_BLOCKS
+        no_kernel = _scaled.why_no_kernel(*constants, transpose_rhs=transpose_rhs)
     elif (narrow := _product.default_dtype(OP, x, ws)) is not None:
         if preferred_element_type is None:
             preferred_element_type = narrow
@@ -275,10 +274,11 @@ def all_gather_matmul(
     of_rows = None
     if isinstance(x, Scaled):
         epilogue = epilogue or Epilogue((False,) * len(ws))
-        epilogue = dataclasses.replace(epilogue, scaled=True)
-        of_columns = [_scaled.of_columns(one, transpose_rhs) for one in ws]
-        names = meshes.as_tuple(axis_name)
-        of_rows = exchange.bind("all_gather", _scaled.of_rows(x), names, world, None, dimension)
+        scales = _scaled.scales_of(x, *ws, transpose_rhs=transpose_rhs)
+        epilogue = dataclasses.replace(epilogue, scales=scales)
+        of_columns = [_scaled.of_columns(one, transpose_rhs, scales) for one in ws]
+        names, own = meshes.as_tuple(axis_name), _scaled.of_rows(x, scales)
+        of_rows = exchange.bind("all_gather", own, names, world, None, dimension)
         after += [of_rows, *of_columns]
         x, ws = x.values, tuple(one.values for one in ws)
     params = Params(
@@ -620,7 +620,7 @@ def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """A call over two levels. A rank receives the x of the ranks with its place on other nodes. For
     each node, the ranks of a node gather these x among themselves and multiply them."""
     x, *operands = arrays
-    if params.epilogue is not None and params.epilogue.scaled:  # of rows of all nodes
+    if params.epilogue is not None and params.epilogue.scales:  # of rows of all nodes
         return _with_epilogue_after(x, *operands, params=params)
     levels = _two_level_plan.levels_of(plan)
     inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local)
@@ -645,8 +645,20 @@ def _of_gathered(gathered: Any, *operands: Any, params: Params) -> list[Any]:
     ws, after = _weights(operands, params)
     exact = params.out_dtype if params.epilogue is None else params.epilogue.exact(params.out_dtype)
     wide = dataclasses.replace(params, out_dtype=exact)
-    ys = [_multiply(gathered, w, wide) for w in ws]
+    if _has_block_scales(params):
+        assert params.epilogue is not None
+        _, of_rows, of_columns = params.epilogue.split(after)
+        ys = [
+            _scaled.product(gathered, w, of_rows, scale, params.precision, params.transpose_rhs)
+            for w, scale in zip(ws, of_columns, strict=True)
+        ]
+    else:
+        ys = [_multiply(gathered, w, wide) for w in ws]
     return _finished(ys, after, gathered, params)
+
+
+def _has_block_scales(params: Params) -> bool:
+    return params.epilogue is not None and params.epilogue.scales is Scales.OF_BLOCKS
 
 
 def _multiply(gathered: Any, w: Any, params: Params) -> Any:
@@ -664,6 +676,8 @@ def _finished(
 
 
 def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
+    if _has_block_scales(params) and platform == "cpu":
+        return "kernels take scales of blocks on GPUs alone"
     x, *operands = arrays
     ws, _ = _weights(operands, params)
     return _product.why_no_kernel([(x, w) for w in ws], params, platform, OP)
@@ -684,6 +698,7 @@ def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
         out_dtype=params.out_dtype,
         transpose_rhs=params.transpose_rhs,
         gated=params.epilogue is not None and params.epilogue.gated,
+        block_scales=_has_block_scales(params),
         w_dtype=None if ws[0].dtype == x.dtype else ws[0].dtype,
     )
 
@@ -722,6 +737,8 @@ def _with_epilogue_after(
     x: Any, *operands: Any, params: Params, prepared: str | None = None
 ) -> list[Any]:
     """The call as one without an epilogue, which follows it."""
+    if _has_block_scales(params):  # no sums over all of k
+        return _reference((x, *operands), params)
     ws, after = _weights(operands, params)
     gathers = "gathered" in params.results
     without = dataclasses.replace(
@@ -780,6 +797,8 @@ def _canonical_epilogue(arrays: Arrays, params: Params, machine: Machine) -> Any
     x, *operands = arrays
     assert params.epilogue is not None
     ws, _ = _weights(operands, params)
+    if not machine.on_gpus and _has_block_scales(params):
+        return None
     if not machine.on_gpus or len(ws) > _product.MAX_WEIGHTS:
         return functools.partial(
             _with_epilogue_after, params=params, prepared=_product.EPILOGUE_AFTER
@@ -817,7 +836,7 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
         "activation": np.int64(epilogue.number),
         "biased": np.array(epilogue.biased, np.int64),
         "gated": bool(epilogue.gated),
-        "scaled": bool(epilogue.scaled),
+        "scales": np.int64(epilogue.scales),
         "sums": "sums" in params.results,
         **_product_plan.attributes(_sizes((x, *operands), params), plan),
     }
