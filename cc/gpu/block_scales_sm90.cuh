@@ -3,8 +3,10 @@
 // arXiv 2412.19437, section 3.3.2). So a scale varies along k, and sums keep the bits that the
 // tensor cores' own sums of 8-bit floats do not have.
 //
-// Consumers share each tile. While one multiplies a k-block on the tensor cores, the other scales
-// and adds its own.
+// Consumers share each tile, and take turns (MmaOrder): while one multiplies a k-block on the
+// tensor cores, the other scales and adds its own. Left alone they would do the same at the same
+// time. A turn ends before the last instruction of a k-block, so that the tensor cores always have
+// one.
 //
 // An op with such kernels provides
 //
@@ -67,25 +69,34 @@ struct BlockScales {
   }
 };
 
-// total += a tile's scaled k-blocks. `a` is where the consumer's m64 block begins in a stage's A.
+// total += a tile's scaled k-blocks. `turn` is the parity of the consumer's next turn.
 // release(stage) is called when a stage has been read.
 template <typename Config, typename Release>
 __device__ __forceinline__ void MultiplyBlocks(Accumulators<Config>& total,
-                                               const GemmSmem<Config>& smem, uint32_t a,
-                                               Ring<Config::kStages>& stages, int k_blocks,
-                                               const BlockScales& scales, Release&& release) {
+                                               const GemmSmem<Config>& smem, int consumer,
+                                               uint32_t& turn, Ring<Config::kStages>& stages,
+                                               int k_blocks, const BlockScales& scales,
+                                               Release&& release) {
   static_assert(Config::kConsumerM64Blocks == 1);
+  constexpr int kLast = kMultiplySteps - 1;
   // Loaded one k-block ahead.
   BlockScales::Entry next = k_blocks > 0 ? scales.At(0) : BlockScales::Entry{};
   for (int kb = 0; kb < k_blocks; ++kb) {
     Accumulators<Config> sums;
     ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
+    ptx::MbarrierWait(smem.MmaOrder(consumer), turn);
+    turn ^= 1;
+    const uint32_t a = smem.A(stages.index) + consumer * 8192, b = smem.B(stages.index);
     PinAll<Config>(sums);
     wgmma::Fence();
-    MultiplyStage<Config>(sums, smem.A(stages.index) + a, smem.B(stages.index), /*adds=*/false);
+    MultiplyStage<Config, 0, kLast>(sums, a, b, /*adds=*/false);
+    wgmma::Commit();
+    MultiplyStage<Config, kLast>(sums, a, b, /*adds=*/true);
     wgmma::Commit();
     const BlockScales::Entry scale = next;
     if (kb + 1 < k_blocks) next = scales.At(kb + 1);
+    wgmma::Wait<1>();
+    if (threadIdx.x % 32 == 0) ptx::MbarrierArrive(smem.MmaOrder(1 - consumer));
     wgmma::Wait<0>();
     PinAll<Config>(sums);
     release(stages.index);

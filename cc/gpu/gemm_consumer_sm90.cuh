@@ -121,7 +121,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
     uint64_t start = call.Start();
     if constexpr (Config::kBlockScales) {
       const BlockScales scales = Op::ScalesOf(args, row_block, staging.M64At(0), tile);
-      MultiplyBlocks<Config>(acc, smem, staging.M64At(0) * 8192, stages, k_blocks, scales,
+      MultiplyBlocks<Config>(acc, smem, consumer, mma_parity, stages, k_blocks, scales,
                              [&](int stage) {
                                __syncwarp();
                                release(stage, arrivals);

@@ -13,15 +13,18 @@ namespace jflux {
 template <typename Config>
 using Accumulators = float[Config::kConsumerM64Blocks][Config::kAccumulators];
 
+// Instructions that multiply a k-block.
+inline constexpr int kMultiplySteps = kBlockBytes / kMultiplyBytes;
+
 // acc += A @ B over one k-block if `adds`, else acc = A @ B. `a` is the address of the consumer's
-// first m64 block.
-template <typename Config>
+// first m64 block. kFirst, kEnd: of the instructions.
+template <typename Config, int kFirst = 0, int kEnd = kMultiplySteps>
 __device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_t a, uint32_t b,
                                               bool adds) {
   constexpr int kTransA = Config::kTransposeLhs ? 1 : 0, kTransB = Config::kTransposeRhs ? 0 : 1;
   constexpr const typename Config::T* kType = nullptr;
 #pragma unroll
-  for (int k = 0; k < kBlockBytes / kMultiplyBytes; ++k) {
+  for (int k = kFirst; k < kEnd; ++k) {
     const uint64_t desc_b = kTransB ? wgmma::Descriptor(b + k * 2048, 8192, 1024)
                                     : wgmma::Descriptor(b + k * kMultiplyBytes, 16, 1024);
 #pragma unroll

@@ -151,7 +151,7 @@ struct GemmSmem {
   // The load warp has started a tile, so the scheduler warp may take the next.
   __device__ uint32_t LoadBegun() const { return Bar(kMisc); }
   // Ping-pong order: the other consumer has issued its products, so the next full stages are this
-  // consumer's. Unused if consumers share tiles.
+  // consumer's. If consumers share tiles, only those with scales of blocks take turns.
   __device__ uint32_t MmaOrder(int consumer) const { return Bar(kMisc + 1 + consumer); }
   // A consumer's staging has been written; has been read by the store warp.
   __device__ uint32_t Staged(int consumer) const { return Bar(kMisc + 3 + consumer); }
