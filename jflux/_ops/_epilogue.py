@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from .. import _native
+from . import _lax, _scaled
 from ._lax import several
 from ._scaled import Scales
 
@@ -149,6 +150,31 @@ def apply(
             total += in_rows(next(rest).astype(wide), product)
         sums.append(total)
     return [y.astype(out) for y in _activate(epilogue, sums)], [s.astype(out) for s in sums]
+
+
+def of_products(
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    operands: Sequence[jax.Array],
+    epilogue: Epilogue | None,
+    out: np.dtype,
+    precision: lax.PrecisionLike,
+    transpose_rhs: bool,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """(all y, all sums) of an x on one rank and several w, in `lax`."""
+    if epilogue is None:
+        ys = [_lax.matmul(x, w, out, precision, transpose_rhs) for w in ws]
+        return ys, ys
+    _, of_rows, of_columns = epilogue.split(operands)
+    if epilogue.scales is Scales.OF_BLOCKS:
+        products = [
+            _scaled.product(x, w, of_rows, scale, precision, transpose_rhs)
+            for w, scale in zip(ws, of_columns, strict=True)
+        ]
+    else:
+        exact = epilogue.exact(out)
+        products = [_lax.matmul(x, w, exact, precision, transpose_rhs) for w in ws]
+    return apply(epilogue, products, operands, out)
 
 
 def tangents(

@@ -237,22 +237,36 @@ class Scales(enum.IntEnum):
     OF_BLOCKS = 2
 
 
-def scales_of(x: Scaled, *ws: Scaled, transpose_rhs: bool) -> Scales:
-    """Whether a scale has several entries along k, so that sums over k do not share one."""
+def is_highest(precision: lax.PrecisionLike) -> bool:
+    """Whether a call asks for all bits of its sums."""
+    wanted = precision if isinstance(precision, tuple) else (precision,)
+    return lax.Precision.HIGHEST in wanted
+
+
+def scales_of(
+    x: Scaled, *ws: Scaled, transpose_rhs: bool, precision: lax.PrecisionLike = None
+) -> Scales:
+    """Whether a scale has several entries along k, so that sums over k do not share one; or has one
+    that can be repeated along k, where `precision` wants the sums of blocks added in float32."""
     k_of_w = 1 if transpose_rhs else 0
-    has_blocks = x.scale.shape[-1] > 1 or any(w.scale.shape[k_of_w] > 1 for w in ws)
-    return Scales.OF_BLOCKS if has_blocks else Scales.OF_SUMS
+    if x.scale.shape[-1] > 1 or any(w.scale.shape[k_of_w] > 1 for w in ws):
+        return Scales.OF_BLOCKS
+    repeats = is_highest(precision) and x.dtype != jnp.int8
+    return Scales.OF_BLOCKS if repeats and _has_column_blocks(ws, 1 - k_of_w) else Scales.OF_SUMS
+
+
+def _has_column_blocks(ws: Sequence[Scaled], n_of_w: int) -> bool:
+    """Whether blocks of columns share entries of the scales."""
+    return all(w.scale.shape[n_of_w] <= -(-w.shape[n_of_w] // BLOCK) for w in ws)
 
 
 def why_no_kernel(x: Scaled, *ws: Scaled, transpose_rhs: bool) -> str | None:
     """Why no kernel takes these scales, or None."""
     if scales_of(x, *ws, transpose_rhs=transpose_rhs) is Scales.OF_SUMS:
         return None
-    n_of_w = 0 if transpose_rhs else 1
-    for w in ws:
-        if w.scale.shape[n_of_w] > -(-w.shape[n_of_w] // BLOCK):
-            return f"kernels take blocks of {BLOCK} of k of w only for {BLOCK} columns each"
-    return None
+    if _has_column_blocks(ws, 0 if transpose_rhs else 1):
+        return None
+    return f"kernels take blocks of {BLOCK} of k of w only for {BLOCK} columns each"
 
 
 def of_rows(x: Scaled, scales: Scales) -> jax.Array:

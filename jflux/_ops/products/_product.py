@@ -247,10 +247,16 @@ def why_unchecked(arrays: Arrays, params: Any, machine: Machine) -> str | None:
     """Why kernels do not take a product of 8 bits, or not yet, or None."""
     if not machine.on_gpus or arrays[0].dtype.itemsize > 1:
         return None
-    wanted = params.precision if isinstance(params.precision, tuple) else (params.precision,)
-    if lax.Precision.HIGHEST in wanted:
+    why = why_imprecise(params.precision, params.scales)
+    return why or plans.why_unchecked(EIGHT_BITS_CHECKED)
+
+
+def why_imprecise(precision: Any, scales: _scaled.Scales) -> str | None:
+    """Why kernels that multiply 8 bits do not take a call with this precision, or None. With scales
+    of blocks they add in float32."""
+    if _scaled.is_highest(precision) and scales is not _scaled.Scales.OF_BLOCKS:
         return "tensor cores keep fewer bits of sums of 8-bit floats than precision=HIGHEST wants"
-    return plans.why_unchecked(EIGHT_BITS_CHECKED)
+    return None
 
 
 def why_no_kernel(

@@ -65,6 +65,11 @@ class Params:
     epilogue: Epilogue | None = None
     prepared: str | None = None
 
+    @property
+    def scales(self) -> Scales:
+        """Of the operands."""
+        return Scales.NONE if self.epilogue is None else self.epilogue.scales
+
 
 class Options(_product.Options, total=False):
     """Arguments on which the type of the result does not depend."""
@@ -274,7 +279,7 @@ def all_gather_matmul(
     of_rows = None
     if isinstance(x, Scaled):
         epilogue = epilogue or Epilogue((False,) * len(ws))
-        scales = _scaled.scales_of(x, *ws, transpose_rhs=transpose_rhs)
+        scales = _scaled.scales_of(x, *ws, transpose_rhs=transpose_rhs, precision=precision)
         epilogue = dataclasses.replace(epilogue, scales=scales)
         of_columns = [_scaled.of_columns(one, transpose_rhs, scales) for one in ws]
         names, own = meshes.as_tuple(axis_name), _scaled.of_rows(x, scales)
@@ -620,7 +625,7 @@ def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """A call over two levels. A rank receives the x of the ranks with its place on other nodes. For
     each node, the ranks of a node gather these x among themselves and multiply them."""
     x, *operands = arrays
-    if params.epilogue is not None and params.epilogue.scales:  # of rows of all nodes
+    if params.scales:  # of rows of all nodes
         return _with_epilogue_after(x, *operands, params=params)
     levels = _two_level_plan.levels_of(plan)
     inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local)
@@ -643,22 +648,11 @@ def _of_gathered(gathered: Any, *operands: Any, params: Params) -> list[Any]:
     if params.results == ("gathered",):
         return [gathered]
     ws, after = _weights(operands, params)
-    exact = params.out_dtype if params.epilogue is None else params.epilogue.exact(params.out_dtype)
-    wide = dataclasses.replace(params, out_dtype=exact)
-    if _has_block_scales(params):
-        assert params.epilogue is not None
-        _, of_rows, of_columns = params.epilogue.split(after)
-        ys = [
-            _scaled.product(gathered, w, of_rows, scale, params.precision, params.transpose_rhs)
-            for w, scale in zip(ws, of_columns, strict=True)
-        ]
-    else:
-        ys = [_multiply(gathered, w, wide) for w in ws]
-    return _finished(ys, after, gathered, params)
-
-
-def _has_block_scales(params: Params) -> bool:
-    return params.epilogue is not None and params.epilogue.scales is Scales.OF_BLOCKS
+    ys, sums = _epilogue.of_products(
+        gathered, ws, after, params.epilogue, params.out_dtype, params.precision,
+        params.transpose_rhs,
+    )  # fmt: skip
+    return _in_order(params, ys, sums, gathered)
 
 
 def _multiply(gathered: Any, w: Any, params: Params) -> Any:
@@ -676,7 +670,7 @@ def _finished(
 
 
 def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
-    if _has_block_scales(params) and platform == "cpu":
+    if params.scales is Scales.OF_BLOCKS and platform == "cpu":
         return "kernels take scales of blocks on GPUs alone"
     x, *operands = arrays
     ws, _ = _weights(operands, params)
@@ -698,7 +692,7 @@ def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
         out_dtype=params.out_dtype,
         transpose_rhs=params.transpose_rhs,
         gated=params.epilogue is not None and params.epilogue.gated,
-        block_scales=_has_block_scales(params),
+        block_scales=params.scales is Scales.OF_BLOCKS,
         w_dtype=None if ws[0].dtype == x.dtype else ws[0].dtype,
     )
 
@@ -737,7 +731,7 @@ def _with_epilogue_after(
     x: Any, *operands: Any, params: Params, prepared: str | None = None
 ) -> list[Any]:
     """The call as one without an epilogue, which follows it."""
-    if _has_block_scales(params):  # no sums over all of k
+    if params.scales is Scales.OF_BLOCKS:  # no sums over all of k
         return _reference((x, *operands), params)
     ws, after = _weights(operands, params)
     gathers = "gathered" in params.results
@@ -797,7 +791,7 @@ def _canonical_epilogue(arrays: Arrays, params: Params, machine: Machine) -> Any
     x, *operands = arrays
     assert params.epilogue is not None
     ws, _ = _weights(operands, params)
-    if not machine.on_gpus and _has_block_scales(params):
+    if not machine.on_gpus and params.scales is Scales.OF_BLOCKS:
         return None
     if not machine.on_gpus or len(ws) > _product.MAX_WEIGHTS:
         return functools.partial(

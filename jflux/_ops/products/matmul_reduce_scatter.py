@@ -175,7 +175,7 @@ def matmul_reduce_scatter(
             no_kernel = "no kernel takes several terms with scales"
         else:
             no_kernel = _scaled.why_no_kernel(*xs, *ws, transpose_rhs=transpose_rhs)
-            scales = _scaled.scales_of(*xs, *ws, transpose_rhs=transpose_rhs)
+            scales = _scaled.scales_of(*xs, *ws, transpose_rhs=transpose_rhs, precision=precision)
     if _product.is_for_lax(OP, axis_name, *xs, *ws, bias, residual, no_kernel=no_kernel):
         return reference(
             x, w, axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
