@@ -106,7 +106,8 @@ def quantize(
         else:
             whole = jnp.isfinite(_largest_in(wide, block))
             scale = jnp.where(whole, scale, jnp.nan)
-        ratio = wide / spread(scale, x.shape)
+        # By a broadcast XLA would not divide either. Where x is a NaN, its scale is one.
+        ratio = wide / jnp.where(jnp.isnan(wide), jnp.nan, spread(scale, x.shape))
         values = _rounded(ratio, dtype)
         if not return_losses:
             return Scaled(values, scale), None
@@ -142,11 +143,14 @@ def _scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, .
 
 
 def _largest_in(x: jax.Array, block: tuple[int, int]) -> jax.Array:
-    """The largest magnitude of each block."""
-    magnitudes = jnp.abs(x)
+    """The largest magnitude of each block: NaN where there is one.
+
+    By the bits, whose order is the magnitudes': a maximum of floats in XLA for CPUs may drop a NaN.
+    """
+    magnitudes = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
     for axis, size in zip((x.ndim - 2, x.ndim - 1), block, strict=True):
         magnitudes = _largest_of_blocks(magnitudes, axis, size)
-    return magnitudes
+    return lax.bitcast_convert_type(magnitudes, jnp.float32)
 
 
 def _largest_of_blocks(x: jax.Array, axis: int, size: int) -> jax.Array:
