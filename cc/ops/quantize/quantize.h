@@ -27,10 +27,10 @@ inline constexpr int kQuantizeMultiple = kVectorBytes;
 
 // The elements that share a scale, each size 1, 128, or -1 for all.
 struct QuantizeBlock {
-  int64_t rows, columns;
+  int32_t rows, columns;
 
   // Scales along a dimension with so many elements.
-  static JFLUX_HD constexpr int64_t Count(int64_t elements, int64_t size) {
+  static JFLUX_HD constexpr int64_t Count(int64_t elements, int32_t size) {
     return size == 1 ? elements : size == -1 ? 1 : CeilDiv<int64_t>(elements, size);
   }
   JFLUX_HD constexpr int64_t Scales(int64_t of_rows, int64_t of_columns) const {

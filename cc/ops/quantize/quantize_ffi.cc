@@ -54,7 +54,7 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
   p.rows = shape[shape.size() - 2];
   p.columns = shape[shape.size() - 1];
   p.stack = static_cast<int64_t>(x.element_count()) / (p.rows * p.columns);
-  p.block = {a.block[0], a.block[1]};
+  p.block = {static_cast<int32_t>(a.block[0]), static_cast<int32_t>(a.block[1])};
   p.transpose = a.transpose;
   p.power_of_two = a.power_of_two;
   p.dtype = *dtype;

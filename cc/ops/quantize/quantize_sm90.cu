@@ -41,11 +41,21 @@ constexpr uint32_t kInfinity = 0x7f800000;  // and NaNs are above
 
 enum class Pass : int32_t { kWhole, kMaxima, kRound, kGiven, kRepair };
 
+// x, or its transpose: what the place of a scale depends on.
+struct Side {
+  int64_t scales;         // of a matrix
+  int32_t rows;           // of a matrix
+  int32_t scales_across;  // in a row of scales
+};
+
 struct QuantizeArgs {
   QuantizeParams params;
   QuantizeArrays arrays;
-  Pass pass;     // of tiles
-  int32_t team;  // of rows
+  int32_t team = 1;  // of rows
+  // Of tiles:
+  Pass pass = Pass::kWhole;
+  int32_t tiles_down, tiles_across;  // of a matrix
+  Side sides[2];
 };
 
 // ---- Elements ----------------------------------------------------------------------------------
@@ -57,6 +67,7 @@ template <typename T>
 struct Chunk {
   static constexpr int kWords = kChunk * sizeof(T) / 4;
   static constexpr bool kWide = sizeof(T) == 4;
+  static constexpr int kCorrections = kWide ? 2 : 1;  // of Ratio
   uint32_t words[kWords];
 
   static __device__ __forceinline__ Chunk Load(const T* from) {
@@ -112,7 +123,7 @@ constexpr float LargestOf(DType values) {
 }
 
 // A block's scale as ratios by it are computed: they are x * shift / shifted.
-struct alignas(16) Scale {
+struct Scale {
   float scale;
   float shifted;     // positive, and neither it nor its reciprocal near the ends of float32
   float reciprocal;  // of that, rounded to the nearest
@@ -153,17 +164,18 @@ __device__ __forceinline__ Scale ScaleOf(uint32_t magnitude, bool power_of_two,
 }
 
 // x / scale, rounded once to the nearest, but where that is too small or too large for every type
-// of values. Of two corrections of x times the reciprocal the first gives a neighbour of the ratio,
-// and the second the nearest number (Markstein, IBM J. Res. Dev. 34(1), 1990). Their signs keep
-// that of a zero. Without kUsual x is shifted, so that no remainder is below the normal numbers,
-// and what is near infinity, or no number, is not corrected.
-template <bool kUsual>
+// of values. x times the reciprocal is corrected by the remainder: once for an x of 16 bits, which
+// is enough for all mantissas of x and of a scale, and else twice, of which the first gives a
+// neighbour of the ratio, and the second the nearest number (Markstein, IBM J. Res. Dev. 34(1),
+// 1990). The signs keep that of a zero. Without kUsual x is shifted, so that no remainder is below
+// the normal numbers, and what is near infinity, or no number, is not corrected.
+template <bool kUsual, int kCorrections>
 __device__ __forceinline__ float Ratio(float x, const Scale& scale) {
   if constexpr (!kUsual) x *= scale.shift;
   const float first = x * scale.reciprocal;
   float ratio = first;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < kCorrections; ++i) {
     ratio = fmaf(-fmaf(scale.shifted, ratio, -x), scale.reciprocal, ratio);
   }
   return kUsual || fabsf(first) < 0x1p20f ? ratio : first;
@@ -189,7 +201,9 @@ __device__ __forceinline__ uint2 RoundedChunk(const Chunk<T>& x, const Scale& sc
                                               QuantizeLosses* lost) {
   float ratios[kChunk];
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) ratios[i] = Ratio<kUsual>(x.At(i), scale);
+  for (int i = 0; i < kChunk; ++i) {
+    ratios[i] = Ratio<kUsual, Chunk<T>::kCorrections>(x.At(i), scale);
+  }
   const auto word = [&](int i) {
     return Rounded<kValues>(ratios[i], ratios[i + 1]) |
            Rounded<kValues>(ratios[i + 2], ratios[i + 3]) << 16;
@@ -309,19 +323,29 @@ using ChunksOfThread = Chunk<T>[kQuads][kRowsOfQuad];
 struct TileStorage {
   // Values of the transpose, [column][row / 4]; each row's words lie where Turned() says.
   alignas(16) uint32_t turned[kTile][kTile / 4];
-  Scale scales[2][kTile];  // of rows, of columns
+  // Scales of rows, and of columns.
+  alignas(16) float shifted[2][kTile], reciprocals[2][kTile], shifts[2][kTile];
   uint32_t row_maxima[kTile];
   alignas(16) uint32_t column_maxima[kWarps][kTile];  // of each warp's rows
   uint32_t tile_maxima[kWarps];                       // likewise
   QuantizeLosses lost;
+
+  __device__ __forceinline__ void SetScale(int side, int at, const Scale& scale) {
+    shifted[side][at] = scale.shifted;
+    reciprocals[side][at] = scale.reciprocal;
+    shifts[side][at] = scale.shift;
+  }
+  __device__ __forceinline__ Scale ScaleOf(int side, int at) const {
+    return {0, shifted[side][at], reciprocals[side][at], shifts[side][at]};
+  }
 };
 // Eight columns are those of a thread. The lanes of a warp write words of 16 threads' columns and
 // of two quads: all to different banks.
 __device__ __forceinline__ int Turned(int column, int quad) { return quad ^ (column / kChunk * 2); }
 
 struct Tile {
-  int64_t matrix, down, across;  // its number in each dimension
-  int rows, columns;             // that it has of the matrix, counted on past the tile
+  int32_t matrix, down, across;  // its number in each dimension
+  int32_t rows, columns;         // that it has of the matrix, counted on past the tile
 
   // Its first element in x, and in the transpose.
   __device__ __forceinline__ int64_t At(const QuantizeParams& p) const {
@@ -334,23 +358,25 @@ struct Tile {
 
 // The scale of row `at` of a tile, of x or of its transpose.
 struct ScalePlace {
-  int64_t index;
-  bool is_of_tile;   // whether it has a block, and is the first one of the tile that has it
-  bool is_of_block;  // whether the tile is the first one of the block too
+  bool is_there;     // whether the row is one of the matrix
+  bool is_of_tile;   // and is the first one of the tile that has the scale
+  bool is_of_block;  // and the tile is the first one that has it
+  int64_t index;     // if the row is there
 
-  __device__ __forceinline__ ScalePlace(const QuantizeParams& p, const Tile& tile, bool transposed,
+  __device__ __forceinline__ ScalePlace(const QuantizeArgs& args, const Tile& tile, bool transposed,
                                         int at) {
-    const int64_t rows = transposed ? p.columns : p.rows, columns = transposed ? p.rows : p.columns;
-    const int64_t down = transposed ? tile.across : tile.down;
-    const int64_t across = transposed ? tile.down : tile.across;
-    const QuantizeBlock& block = p.block;
-    const int64_t first = block.rows == 1 ? down * kTile + at : block.rows == -1 ? 0 : down;
-    index = tile.matrix * block.Scales(rows, columns) +
-            first * QuantizeBlock::Count(columns, block.columns) +
-            (block.columns == -1 ? 0 : across);
-    is_of_tile = down * kTile + at < rows && (block.rows == 1 || at == 0);
+    const Side& side = args.sides[transposed];
+    const QuantizeBlock& block = args.params.block;
+    const int down = transposed ? tile.across : tile.down;
+    const int across = transposed ? tile.down : tile.across;
+    const int row = down * kTile + at;
+    is_there = row < side.rows;
+    is_of_tile = is_there && (block.rows == 1 || at == 0);
     is_of_block =
         is_of_tile && (block.rows != -1 || down == 0) && (block.columns != -1 || across == 0);
+    const int64_t first = block.rows == 1 ? row : block.rows == -1 ? 0 : down;
+    index =
+        tile.matrix * side.scales + first * side.scales_across + (block.columns == -1 ? 0 : across);
   }
 };
 
@@ -421,7 +447,7 @@ __device__ __forceinline__ void RoundTile(const QuantizeArgs& args, const Tile& 
     for (int j = 0; j < kRowsOfQuad; ++j) {
       const int row = Row(i, j);
       const uint2 values =
-          RoundedChunk<kUsual, kValues>(x[i][j], shared.scales[0][row], counts, &lost);
+          RoundedChunk<kUsual, kValues>(x[i][j], shared.ScaleOf(0, row), counts, &lost);
       if (row >= tile.rows || column >= tile.columns) continue;
       *reinterpret_cast<uint2*>(to + static_cast<int64_t>(row) * stride) = values;
     }
@@ -434,12 +460,16 @@ template <bool kUsual, DType kValues, typename T>
 __device__ __forceinline__ void RoundTransposed(const QuantizeArgs& args, const Tile& tile,
                                                 const ChunksOfThread<T>& x, TileStorage& shared) {
   const int thread = threadIdx.x, first = thread % kChunksOfTile * kChunk;
+  Scale scales[kChunk];  // read together, in vectors
+#pragma unroll
+  for (int k = 0; k < kChunk; ++k) scales[k] = shared.ScaleOf(1, first + k);
 #pragma unroll
   for (int k = 0; k < kChunk; ++k) {
-    const Scale scale = shared.scales[1][first + k];
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
-      const auto ratio = [&](int j) { return Ratio<kUsual>(x[i][j].At(k), scale); };
+      const auto ratio = [&](int j) {
+        return Ratio<kUsual, Chunk<T>::kCorrections>(x[i][j].At(k), scales[k]);
+      };
       shared.turned[first + k][Turned(first + k, Quad(i))] =
           Rounded<kValues>(ratio(0), ratio(1)) | Rounded<kValues>(ratio(2), ratio(3)) << 16;
     }
@@ -469,24 +499,23 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3)
   const QuantizeParams& p = args.params;
   const int thread = threadIdx.x;
   const bool after_maxima = args.pass == Pass::kRound || args.pass == Pass::kRepair;
-  const auto tiles_across = static_cast<uint32_t>(CeilDiv<int64_t>(p.columns, kTile));
-  const auto tiles_down = static_cast<uint32_t>(CeilDiv<int64_t>(p.rows, kTile));
   const uint32_t number = after_maxima ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  Tile tile{number / (tiles_across * tiles_down), number / tiles_across % tiles_down,
-            number % tiles_across};
-  tile.rows = static_cast<int>(p.rows - tile.down * kTile);
-  tile.columns = static_cast<int>(p.columns - tile.across * kTile);
+  const uint32_t row_of_tiles = number / static_cast<uint32_t>(args.tiles_across);
+  Tile tile{};
+  tile.across = static_cast<int>(number - row_of_tiles * args.tiles_across);
+  if (p.stack > 1) tile.matrix = row_of_tiles / static_cast<uint32_t>(args.tiles_down);
+  tile.down = static_cast<int>(row_of_tiles - tile.matrix * args.tiles_down);
+  tile.rows = static_cast<int>(p.rows) - tile.down * kTile;
+  tile.columns = static_cast<int>(p.columns) - tile.across * kTile;
 
   // A thread makes the scale of a row of x, or of the transpose.
   const int at = thread % kTile, transposed = thread / kTile;
   static_assert(kThreads == 2 * kTile);
   const Quantized& result = args.arrays.results[transposed];
-  const ScalePlace place(p, tile, transposed, at);
-  const bool has_scale = transposed == 0 || p.transpose;
+  const ScalePlace place(args, tile, transposed, at);
+  const bool has_scale = place.is_there && (transposed == 0 || p.transpose);
   uint32_t magnitude = 0;
-  if (after_maxima && has_scale && (place.is_of_tile || p.block.rows != 1)) {
-    magnitude = __ldg(result.maxima + place.index);
-  }
+  if (after_maxima && has_scale) magnitude = __ldg(result.maxima + place.index);
   if (args.pass == Pass::kRepair && !__syncthreads_or(magnitude >= kInfinity)) return;
 
   ChunksOfThread<T> x;
@@ -525,12 +554,12 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3)
   const float* given = nullptr;
   if (args.arrays.scale != nullptr) {
     // Blocks of x and of the transpose are the same ones, if there is a transpose.
-    const ScalePlace of_x(p, tile, false, at);
-    if (of_x.is_of_tile || p.block.rows != 1) given = args.arrays.scale + of_x.index;
+    const ScalePlace of_x(args, tile, false, p.transpose ? 0 : at);
+    if (of_x.is_there) given = args.arrays.scale + of_x.index;
   }
   const Scale scale = ScaleOf<kValues>(magnitude, p.power_of_two, given);
   if (has_scale && place.is_of_block) result.scale[place.index] = scale.scale;
-  shared.scales[transposed][at] = scale;
+  shared.SetScale(transposed, at, scale);
   if (__syncthreads_and(scale.IsUsual(magnitude))) {
     RoundTile<true, kValues, T>(args, tile, x, shared);
     if (p.transpose) RoundTransposed<true, kValues, T>(args, tile, x, shared);
@@ -583,7 +612,7 @@ bool LaunchQuantize(const QuantizeParams& p, const QuantizeArrays& arrays, cudaS
   };
   if (arrays.losses != nullptr && !clear(arrays.losses, sizeof(QuantizeLosses))) return false;
   const Kernels kernels = KernelsOf(p.dtype, p.values_dtype);
-  QuantizeArgs args{p, arrays, Pass::kWhole, 1};
+  QuantizeArgs args{p, arrays};
   const auto launch = [&](const void* kernel, int64_t ctas, int smem_bytes) {
     if (ctas > INT32_MAX) {
       *error = "the kernels take fewer rows";
@@ -604,8 +633,15 @@ bool LaunchQuantize(const QuantizeParams& p, const QuantizeArrays& arrays, cudaS
     }
     return launch(kernels.rows, CeilDiv<int64_t>(args.params.rows, kThreads / args.team), 0);
   }
-  const int64_t tiles =
-      p.stack * CeilDiv<int64_t>(p.rows, kTile) * CeilDiv<int64_t>(p.columns, kTile);
+  const auto side = [&](int64_t rows, int64_t columns) {
+    return Side{p.block.Scales(rows, columns), static_cast<int32_t>(rows),
+                static_cast<int32_t>(QuantizeBlock::Count(columns, p.block.columns))};
+  };
+  args.sides[0] = side(p.rows, p.columns);
+  args.sides[1] = side(p.columns, p.rows);
+  args.tiles_down = static_cast<int32_t>(CeilDiv<int64_t>(p.rows, kTile));
+  args.tiles_across = static_cast<int32_t>(CeilDiv<int64_t>(p.columns, kTile));
+  const int64_t tiles = p.stack * args.tiles_down * args.tiles_across;
   const auto pass = [&](Pass pass) {
     args.pass = pass;
     return launch(kernels.tiles, tiles, sizeof(TileStorage));
