@@ -313,9 +313,31 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3)
 // A thread has chunk `thread % 16` of rows Row(i, j), so that the elements of a column and of one i
 // are a word of the transpose.
 constexpr int kQuads = 2, kRowsOfQuad = 4;
-__device__ __forceinline__ int Quad(int i) { return threadIdx.x / kChunksOfTile + 16 * i; }
+constexpr int kThreadsOfColumn = kThreads / kChunksOfTile;
+__device__ __forceinline__ int Quad(int i) {
+  return static_cast<int>(threadIdx.x / kChunksOfTile) + kThreadsOfColumn * i;
+}
 __device__ __forceinline__ int Row(int i, int j) { return kRowsOfQuad * Quad(i) + j; }
-static_assert(kQuads * kRowsOfQuad * kThreads / kChunksOfTile == kTile);
+__device__ __forceinline__ int Column() {
+  return static_cast<int>(threadIdx.x % kChunksOfTile) * kChunk;
+}
+static_assert(kQuads * kRowsOfQuad * kThreadsOfColumn == kTile);
+
+// Calls visit(i, j, element) for this thread's chunks. `element` is that of row 0 and this thread's
+// column, and then that of each chunk.
+template <typename T, typename Visit>
+__device__ __forceinline__ void ForEachChunk(T* element, int64_t stride, Visit&& visit) {
+  element += Row(0, 0) * stride;
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+#pragma unroll
+    for (int j = 0; j < kRowsOfQuad; ++j) {
+      visit(i, j, element);
+      element += stride;
+    }
+    element += kRowsOfQuad * (kThreadsOfColumn - 1) * stride;
+  }
+}
 
 template <typename T>
 using ChunksOfThread = Chunk<T>[kQuads][kRowsOfQuad];
@@ -346,6 +368,9 @@ __device__ __forceinline__ int Turned(int column, int quad) { return quad ^ (col
 struct Tile {
   int32_t matrix, down, across;  // its number in each dimension
   int32_t rows, columns;         // that it has of the matrix, counted on past the tile
+
+  // Rows of this thread's chunks, counted so.
+  __device__ __forceinline__ int RowsOfThread() const { return Column() < columns ? rows : 0; }
 
   // Its first element in x, and in the transpose.
   __device__ __forceinline__ int64_t At(const QuantizeParams& p) const {
@@ -436,22 +461,16 @@ __device__ __forceinline__ void FindMaxima(const QuantizeParams& p, const Chunks
 template <bool kUsual, DType kValues, typename T>
 __device__ __forceinline__ void RoundTile(const QuantizeArgs& args, const Tile& tile,
                                           const ChunksOfThread<T>& x, TileStorage& shared) {
-  const auto stride = static_cast<int32_t>(args.params.columns);
-  const int column = threadIdx.x % kChunksOfTile * kChunk;
-  uint8_t* to = args.arrays.results[0].values + tile.At(args.params) + column;
+  const int rows = tile.RowsOfThread();
   const bool counts = args.arrays.losses != nullptr;
   QuantizeLosses lost{};
-#pragma unroll
-  for (int i = 0; i < kQuads; ++i) {
-#pragma unroll
-    for (int j = 0; j < kRowsOfQuad; ++j) {
-      const int row = Row(i, j);
-      const uint2 values =
-          RoundedChunk<kUsual, kValues>(x[i][j], shared.ScaleOf(0, row), counts, &lost);
-      if (row >= tile.rows || column >= tile.columns) continue;
-      *reinterpret_cast<uint2*>(to + static_cast<int64_t>(row) * stride) = values;
-    }
-  }
+  ForEachChunk(args.arrays.results[0].values + tile.At(args.params) + Column(), args.params.columns,
+               [&](int i, int j, uint8_t* to) {
+                 const int row = Row(i, j);
+                 const uint2 values =
+                     RoundedChunk<kUsual, kValues>(x[i][j], shared.ScaleOf(0, row), counts, &lost);
+                 if (row < rows) *reinterpret_cast<uint2*>(to) = values;
+               });
   if (counts) AddLosses(lost, &shared.lost, args.arrays.losses);
 }
 
@@ -459,7 +478,7 @@ __device__ __forceinline__ void RoundTile(const QuantizeArgs& args, const Tile& 
 template <bool kUsual, DType kValues, typename T>
 __device__ __forceinline__ void RoundTransposed(const QuantizeArgs& args, const Tile& tile,
                                                 const ChunksOfThread<T>& x, TileStorage& shared) {
-  const int thread = threadIdx.x, first = thread % kChunksOfTile * kChunk;
+  const int first = Column();
   Scale scales[kChunk];  // read together, in vectors
 #pragma unroll
   for (int k = 0; k < kChunk; ++k) scales[k] = shared.ScaleOf(1, first + k);
@@ -475,19 +494,21 @@ __device__ __forceinline__ void RoundTransposed(const QuantizeArgs& args, const 
     }
   }
   __syncthreads();
-  // Each thread has 16 rows of a column, eight threads a column.
-  constexpr int kThreadsOfColumn = kTile / kVectorBytes;
-  const int row = thread % kThreadsOfColumn * kVectorBytes;
-  const auto stride = static_cast<int32_t>(args.params.rows);
-  uint8_t* to = args.arrays.results[1].values + tile.TransposedAt(args.params) + row;
+  // A thread has 16 rows of a column, eight threads have a column.
+  constexpr uint32_t kThreadsOfIt = kTile / kVectorBytes, kColumns = kThreads / kThreadsOfIt;
+  const int row = static_cast<int>(threadIdx.x % kThreadsOfIt) * kVectorBytes;
+  const int column = static_cast<int>(threadIdx.x / kThreadsOfIt);
+  const int columns = row < tile.rows ? tile.columns : 0;
+  const int64_t stride = args.params.rows;
+  uint8_t* to =
+      args.arrays.results[1].values + tile.TransposedAt(args.params) + column * stride + row;
 #pragma unroll
-  for (int step = 0; step < kTile; step += kThreads / kThreadsOfColumn) {
-    const int column = step + thread / kThreadsOfColumn;
-    const int at = Turned(column, row / kRowsOfQuad);
-    uint4 values = *reinterpret_cast<const uint4*>(&shared.turned[column][at & ~3]);
+  for (int step = 0; step < kTile; step += kColumns) {
+    const int at = Turned(column + step, row / kRowsOfQuad);
+    uint4 values = *reinterpret_cast<const uint4*>(&shared.turned[column + step][at & ~3]);
     if (at % 4 != 0) values = make_uint4(values.z, values.w, values.x, values.y);
-    if (row >= tile.rows || column >= tile.columns) continue;
-    *reinterpret_cast<uint4*>(to + static_cast<int64_t>(column) * stride) = values;
+    if (column + step < columns) *reinterpret_cast<uint4*>(to) = values;
+    to += kColumns * stride;
   }
 }
 
@@ -519,19 +540,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3)
   if (args.pass == Pass::kRepair && !__syncthreads_or(magnitude >= kInfinity)) return;
 
   ChunksOfThread<T> x;
-  const auto stride = static_cast<int32_t>(p.columns);
-  const int column = thread % kChunksOfTile * kChunk;
-  const T* from = static_cast<const T*>(args.arrays.x) + tile.At(p) + column;
-#pragma unroll
-  for (int i = 0; i < kQuads; ++i) {
-#pragma unroll
-    for (int j = 0; j < kRowsOfQuad; ++j) {
-      const int row = Row(i, j);
-      x[i][j] = row < tile.rows && column < tile.columns
-                    ? Chunk<T>::Load(from + static_cast<int64_t>(row) * stride)
-                    : Chunk<T>{};
-    }
-  }
+  const int rows = tile.RowsOfThread();
+  ForEachChunk(static_cast<const T*>(args.arrays.x) + tile.At(p) + Column(), p.columns,
+               [&](int i, int j, const T* from) {
+                 x[i][j] = Row(i, j) < rows ? Chunk<T>::Load(from) : Chunk<T>{};
+               });
   if (thread == 0) shared.lost = {};
 
   if (!after_maxima) {
@@ -612,7 +625,9 @@ bool LaunchQuantize(const QuantizeParams& p, const QuantizeArrays& arrays, cudaS
   };
   if (arrays.losses != nullptr && !clear(arrays.losses, sizeof(QuantizeLosses))) return false;
   const Kernels kernels = KernelsOf(p.dtype, p.values_dtype);
-  QuantizeArgs args{p, arrays};
+  QuantizeArgs args{};
+  args.params = p;
+  args.arrays = arrays;
   const auto launch = [&](const void* kernel, int64_t ctas, int smem_bytes) {
     if (ctas > INT32_MAX) {
       *error = "the kernels take fewer rows";
