@@ -1,8 +1,9 @@
 // quantize on GPUs. It is limited by memory: x is read once, or twice where no CTA sees a whole
 // block (QuantizeParams::HasMaxima).
 //
-//   rows    a team of threads, a power of two up to a CTA, has a row, which it keeps in registers.
-//           Blocks are whole rows, or 128 elements of one.
+//   rows    a team of threads, a power of two up to a CTA, has a row, which it keeps in registers
+//   if
+//           it fits. Blocks are whole rows, or 128 elements of one.
 //   tiles   a CTA has a tile of 128 x 128, and keeps it in registers. It finds the maxima of its
 //           rows and columns, or of all, makes scales of them, and rounds: once for x, once for the
 //           transpose, which takes a turn through shared memory.
@@ -31,7 +32,7 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32, kTile = kQuantizeTile;
 // Elements of a row that a thread has together.
 constexpr int kChunk = 8, kChunksOfTile = kTile / kChunk;
-// Chunks that each thread of a team keeps of its row. It reads what is beyond them twice.
+// Chunks that each thread of a team keeps of its row.
 constexpr int kKept = 8;
 // Of a team within a warp: enough to have several loads in flight, and few enough that the lanes of
 // a load read near each other.
@@ -255,17 +256,22 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3)
   const int chunks = is_there ? static_cast<int>(p.columns / kChunk) : 0;
   const T* x = static_cast<const T*>(args.arrays.x) + row * p.columns;
 
+  // Chunks of a strip, of which all but the last are read again.
   Chunk<T> kept[kKept];
+  const int strips = CeilDiv(chunks, kKept * team);
+  const auto number = [&](int strip, int i) { return (strip * kKept + i) * team + member; };
+  const auto load = [&](int strip) {
 #pragma unroll
-  for (int i = 0; i < kKept; ++i) {
-    const int c = member + i * team;
-    kept[i] = c < chunks ? Chunk<T>::Load(x + static_cast<int64_t>(c) * kChunk) : Chunk<T>{};
-  }
+    for (int i = 0; i < kKept; ++i) {
+      const int c = number(strip, i);
+      kept[i] = c < chunks ? Chunk<T>::Load(x + static_cast<int64_t>(c) * kChunk) : Chunk<T>{};
+    }
+  };
   uint32_t most = 0;
+  for (int strip = 0; strip < strips; ++strip) {
+    load(strip);
 #pragma unroll
-  for (int i = 0; i < kKept; ++i) most = MaxWord(most, kept[i].Largest());
-  for (int c = member + kKept * team; c < chunks; c += team) {
-    most = MaxWord(most, Chunk<T>::Load(x + static_cast<int64_t>(c) * kChunk).Largest());
+    for (int i = 0; i < kKept; ++i) most = MaxWord(most, kept[i].Largest());
   }
   for (int step = 1; step < Min(team, 32); step *= 2) {
     most = MaxWord(most, __shfl_xor_sync(0xffffffff, most, step));
@@ -287,14 +293,13 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3)
   QuantizeLosses lost{};
   uint2* values = reinterpret_cast<uint2*>(result.values + row * p.columns);
   const auto round = [&](auto usual) {
+    for (int strip = strips - 1; strip >= 0; --strip) {
+      if (strip != strips - 1) load(strip);
 #pragma unroll
-    for (int i = 0; i < kKept; ++i) {
-      const int c = member + i * team;
-      if (c < chunks) values[c] = RoundedChunk<usual, kValues>(kept[i], scale, counts, &lost);
-    }
-    for (int c = member + kKept * team; c < chunks; c += team) {
-      const auto again = Chunk<T>::Load(x + static_cast<int64_t>(c) * kChunk);
-      values[c] = RoundedChunk<usual, kValues>(again, scale, counts, &lost);
+      for (int i = 0; i < kKept; ++i) {
+        const int c = number(strip, i);
+        if (c < chunks) values[c] = RoundedChunk<usual, kValues>(kept[i], scale, counts, &lost);
+      }
     }
   };
   if (scale.IsUsual(most)) {
