@@ -31,7 +31,8 @@
   FOLDER(FlashDecode, kPortable, OP(FlashDecode))                                  \
   FOLDER(GroupedMatmul, kHopper, OP(GroupedMatmul) OP(GroupedMatmulDw))            \
   FOLDER(MoeRoute, kPortable, OP(MoeRoute))                                        \
-  FOLDER(MoeRows, kPortable, OP(MoeRows))
+  FOLDER(MoeRows, kPortable, OP(MoeRows))                                          \
+  FOLDER(Quantize, kHopper, OP(Quantize))
 
 namespace jflux {
 

@@ -7,13 +7,14 @@ import math
 import random
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jflux
 
-from .._call import plans
-from .._ops import _scaled
+from .._call import gpu_code, plans
+from .._ops import _quantize, _scaled
 from .._ops._spec import OpSpec, ops_with_checked_kernels
 from .._ops.products import _product
 from . import calls
@@ -147,6 +148,53 @@ def scaled(rng: random.Random, place: Place) -> Case:
 def scaled_is_checked(place: Place) -> bool:
     """Whether kernels take such products here."""
     return place.platform == "cpu" or plans.why_unchecked(_product.EIGHT_BITS_CHECKED) is None
+
+
+def quantized_is_checked(place: Place) -> bool:
+    """Whether XLA does not divide on GPUs, where the last bit of its ratios may be off."""
+    if place.platform == "cpu":
+        return True
+    checked = plans.why_unchecked(_quantize.CHECKED) is None
+    return checked and gpu_code.arch_here() == gpu_code.HOPPER
+
+
+def quantized(rng: random.Random, place: Place) -> Case:
+    """quantize, and of the transpose: all bits."""
+    block = rng.choice([(1, -1), (1, 128), (128, 128), (-1, -1)])
+    rows, columns = (16 * rng.choice([1, 3, 8, 9, 20, 33]) for _ in range(2))
+    dtype, transpose = rng.choice(_scaled.TYPES), rng.random() < 0.7
+    of_x = rng.choice([*HALVES, jnp.float32])
+    most = _quantize.largest(dtype)
+
+    def body(x: Any) -> Any:
+        found = jflux.quantize(x, dtype, block=block, transpose=transpose)
+        return [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(found)]
+
+    def exact(x: np.ndarray) -> list[np.ndarray]:
+        """Values and scales of a matrix, in float32."""
+        rows, columns = (n if b == -1 else b for n, b in zip(x.shape, block, strict=True))
+        padded = np.pad(x, [(0, -x.shape[0] % rows), (0, -x.shape[1] % columns)])
+        blocks = padded.reshape(padded.shape[0] // rows, rows, -1, columns)
+        scale = abs(blocks).max((1, 3)) / np.float32(most)
+        whole = np.repeat(np.repeat(scale, rows, 0), columns, 1)[: x.shape[0], : x.shape[1]]
+        ratio = np.clip(x / whole, -most, most)
+        ratio = np.round(ratio) if dtype == np.int8 else ratio
+        return [ratio.astype(dtype).astype(np.float32), scale]
+
+    def make(seed: int) -> Data:
+        lead = place.mesh.devices.shape
+        x = calls.normal(seed, (*lead, rows, columns), of_x)
+        each = []
+        for at in np.ndindex(lead):
+            wide = x[at].astype(np.float32)
+            each.append(exact(wide) + (exact(wide.T) if transpose else []))
+        wants = [np.stack(one).reshape(*lead, *one[0].shape) for one in zip(*each, strict=True)]
+        zero = [Output(want, np.zeros_like(want), np.float32, 1) for want in wants]
+        return (x,), zero
+
+    types = f"{np.dtype(of_x).name} to {dtype.name}"
+    name = f"quantize {rows} x {columns} {types} {block=} {transpose=}"
+    return place.case("quantize", name, body, make)
 
 
 def large_sum(rng: random.Random, place: Place) -> Case:
