@@ -83,9 +83,10 @@ def quantize(
     GPUs have a kernel for blocks of 128 or all columns, of a float16, bfloat16 or float32 x whose
     columns, and with `transpose` rows, are a multiple of 16. It reads x once, and writes the copy
     and its transpose. Where a block is larger than a tile of 128 x 128 it reads x twice, since the
-    largest comes first: (-1, -1), and (1, -1) with `transpose`, whose columns have scales too.
-    Elsewhere, and where XLA splits the program over devices outside of `jax.shard_map`, it is plain
-    `lax`. There XLA's division on GPUs may be off in its last bit; that of the kernel is exact.
+    largest comes first: (-1, -1) without `scale` or with `return_losses`, and (1, -1) with
+    `transpose`, whose columns have scales too. Elsewhere, and where XLA splits the program over
+    devices outside of `jax.shard_map`, it is plain `lax`. There XLA's division on GPUs may be off
+    in its last bit; that of the kernel is exact.
 
     Args:
       x: [..., rows, columns]; a real floating type.
