@@ -566,7 +566,8 @@ def test_gpus_take_scales(transpose_rhs, of_x, of_w, scales, lowered_without_gpu
         out_specs=P("tp"),
         in_specs=(P("tp"), columns, columns, of_down),
     )
-    calls, text = lowered_without_gpus(f, x, *ws)
+    with jflux.config(strict=False):  # this build may have no kernel of quantize
+        calls, text = lowered_without_gpus(f, x, *ws)
     assert [call.op for call in calls] == [
         "all_gather", "all_gather_matmul", "quantize", "matmul_reduce_scatter"
     ]  # fmt: skip
