@@ -16,7 +16,7 @@ from typing import Any
 
 # What ran beside the others, by how rows name it: XLA's sequence, or its product. Where there is
 # none the figures themselves are compared.
-BASES = ("S", "XLA", "times none", "G", "psum")
+BASES = ("S", "XLA", "times none", "G", "psum", "S8", "G8")
 
 Figure = tuple[float, float, float]  # a quartile, the median, the other quartile
 Row = dict[str, Figure]  # by contestant

@@ -2,8 +2,9 @@
 
 Reads one JSON object a line. {"op", "m", "n", "k"} makes operands, compares one call with
 PyTorch's own sequence, and answers "ready", or what is wrong; so does {"op": "grouped_matmul",
-"sizes", "k", "n"} with a product for each group. {"calls": n} runs so many and answers "done". Ends
-with its input.
+"sizes", "k", "n"} with a product for each group. With "scales", operands are of 8 bits
+(bench/peer_torch_scaled.py). Each may have a "name". {"calls": n} with the same name runs so many,
+and answers "done". Ends with its input.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import json
 import os
 import sys
 from collections.abc import Callable
+
+from . import peer_torch_scaled
 
 
 def call_of(op: str, m: int, n: int, k: int, rank: int, world: int) -> Callable[[], object]:
@@ -80,20 +83,24 @@ def main() -> None:
     )  # fmt: skip
     symm_mem.enable_symm_mem_for_group(dist.group.WORLD.group_name)
     out.write("ready\n")
+    made: dict[str | None, Callable[[], object]] = {}
     for line in sys.stdin:
         command = json.loads(line)
+        name = command.pop("name", None)
         if "op" in command:
+            made.pop(name, None)  # its operands, before others
             try:
                 if command["op"] == "grouped_matmul":
-                    call = grouped_call_of(command["sizes"], command["k"], command["n"])
+                    made[name] = grouped_call_of(command["sizes"], command["k"], command["n"])
                 else:
-                    call = call_of(**command, rank=rank, world=world)
+                    make = peer_torch_scaled.call_of if "scales" in command else call_of
+                    made[name] = make(**command, rank=rank, world=world)
                 answer = "ready"
             except Exception as e:
                 answer = f"{type(e).__name__}: {e}".splitlines()[0]
         else:
             for _ in range(command["calls"]):
-                call()
+                made[name]()
             answer = "done"
         torch.cuda.synchronize()
         out.write(answer + "\n")

@@ -158,7 +158,7 @@ class Torch:
         self._expect("ready", 120)
 
         def run() -> None:
-            self._tell({"calls": iterations})
+            self._tell({"calls": iterations, "name": command.get("name")})
             self._expect("done", 60)
 
         return run
@@ -174,14 +174,20 @@ class Torch:
                 raise Unavailable("PyTorch: its worker ended") from e
 
     def _expect(self, answer: str, seconds: float) -> None:
-        """From all workers; without it they are of no use any more."""
+        """From all workers. Without an answer they are of no use any more; with another one, which
+        says what they cannot do, they are."""
+        others = set()
         for worker in self.workers:
             assert worker.stdout is not None
             there, _, _ = select.select([worker.stdout], [], [], seconds)
-            got = worker.stdout.readline().strip() if there else f"no answer in {seconds} s"
-            if got != answer:
+            got = worker.stdout.readline().strip() if there else ""
+            if not got:
                 self.close()
-                raise Unavailable(f"PyTorch: {got or 'its worker ended'}")
+                what = "its worker ended" if there else f"no answer in {seconds} s"
+                raise Unavailable(f"PyTorch: {what}")
+            others |= {got} - {answer}
+        if others:
+            raise Unavailable(f"PyTorch: {min(others)}")
 
     def close(self) -> None:
         for worker in self.workers:

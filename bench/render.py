@@ -257,7 +257,7 @@ def _op_tables(name: str, result: dict) -> str:
 #: Pages of tables in docs/performance: the heading, and the kinds of results.
 TABLES = {
     "slower": ("Where jflux is slower", ()),
-    "ops": ("Ops", ("xla",)),
+    "ops": ("Ops", ("xla", "scaled")),
     "models": ("Models", ("blocks", "grids", "decode", "maxtext")),
     "attention": ("Attention", ("attention",)),
     "experts": ("Mixtures of experts", ("moe", "experts", "gathered", "scattered")),

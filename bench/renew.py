@@ -42,10 +42,12 @@ RUNS = {
     "scattered": "bench.scattered --ranks {ranks}",
     "attention": "bench.attention --ranks {ranks} --peers transformer_engine,flash_attn3",
     "maxtext": "bench.maxtext --ranks {ranks}",  # needs the package
-    "products": "bench.products",  # of one GPU
+    "scaled": "bench.scaled --ranks {ranks} --peers torch",
+    "scaled_products": "bench.scaled --ranks 1 --peers torch",  # of one GPU
+    "products": "bench.products",  # likewise
     "moe": "bench.moe --ranks 1 --peers tokamax,torch",  # likewise
 }
-ONE_GPU = ("products", "moe")
+ONE_GPU = ("scaled_products", "products", "moe")
 
 #: Seconds that a benchmark has to end by itself.
 TO_END = 10

@@ -20,6 +20,7 @@ from . import (
     mixtures,
     moe,
     products,
+    scaled,
     scattered,
     xla,
 )
@@ -269,6 +270,22 @@ SECTIONS: dict[str, Section] = {
             "`rounded` is that of the exact sums, rounded."
         ),
         lambda result: plain_table(accuracy.COLUMNS, map(accuracy.cells, result["accuracy"])),
+    ),
+    "scaled": Section(
+        _of("Operands of 8 bits, microseconds a call"),
+        "scaled",
+        _always(
+            "S16 and J16 are of bfloat16. S8 is a collective and XLA's product of float8_e4m3fn "
+            "with one scale, S8q the same with x quantised by one scale over all ranks, S8row by "
+            "row; G8 and C8 its product and its collective alone. J8 is jflux, by form of the "
+            "scales, J8q with quantising. T is PyTorch's fused op, P its product alone. F is "
+            "max(G8, C8), of G8 and P the faster one; `read` is the time in which a copy reads a "
+            "rank's weights. `ran` is the path that each J8 took, `error` the largest of a J8, in "
+            "roundings of bfloat16. Not measured here: for DeepGEMM's product by blocks on one "
+            "H800 SXM 1377 TFLOP/s (4096 x 4096 x 7168) and 1500 (4096 x 7168 x 16384) are "
+            "reported."
+        ),
+        lambda result: filled_table(scaled.COLUMNS, map(scaled.cells, result["scaled"])),
     ),
     "products": Section(
         _of("The product alone"),

@@ -41,7 +41,7 @@ def kernel_files(folder: Path, wanted: str) -> Iterator[Path]:
         yield from sorted(ROOT.glob(f"cc/ops/{op}/*.cu"))
         for number, layout in instances:
             path = folder / f"{op}_{number.lower()}_{layout}_sm90.cu"
-            transposed = {"kn": "false", "nk": "true"}[layout]
+            transposed = {"kn": "false", "nk": "true", "nk_blocks": "true, true"}[layout]
             text = _TEXT.format(op=op, name=name, format=number, transposed=transposed)
             if not path.exists() or path.read_text() != text:  # else it would be compiled again
                 folder.mkdir(parents=True, exist_ok=True)

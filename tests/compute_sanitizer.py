@@ -47,6 +47,7 @@ LOCAL = {
     "flash_attention": ["attention_gpu.py"],
     "flash_decode": [*PYTEST, "test_flash_decode_half.py", "-k", "pages or nothing"],
     "moe_rows": [*PYTEST, "test_moe_rows.py", "-k", "values and bfloat16"],
+    "quantize": [*PYTEST, "test_quantize.py", "-k", "bits and e4m3fn"],
 }
 #: Ops whose scripts run two ranks in one process, which has to have two GPUs.
 TWO_GPUS = {

@@ -53,6 +53,7 @@ from bench import (  # noqa: E402
     render,
     renew,
     reproduce,
+    scaled,
     scattered,
     sections,
     shapes,
@@ -695,7 +696,8 @@ def test_workers_run_what_they_are_told(torch_peer):
     peer.run_of(shapes.Shape("all_gather_matmul", 64, 8, 16), 3)()
     with pytest.raises(peers.Unavailable, match="too large"):
         peer.run_of(shapes.Shape("all_gather_matmul", 128, 8, 16), 3)
-    # It has no workers any more; nothing is timed for it.
+    peer.run_of(shapes.Shape("all_gather_matmul", 64, 8, 16), 3)()
+    peer.close()
     with pytest.raises(peers.Unavailable, match="have ended"):
         peer.run_of(shapes.Shape("all_gather_matmul", 64, 8, 16), 3)
 
@@ -819,8 +821,8 @@ def test_rows_that_lack_a_newer_contestant_are_measured_again(tmp_path, monkeypa
 TABLES = {
     "rows": bench_of_shapes, "accuracy": accuracy, "attention": attention, "blocks": blocks,
     "collectives": collectives, "decode": decode, "experts": experts, "gathered": gathered,
-    "grids": grids, "maxtext": maxtext, "moe": moe, "products": products, "scattered": scattered,
-    "xla": xla,
+    "grids": grids, "maxtext": maxtext, "moe": moe, "products": products, "scaled": scaled,
+    "scattered": scattered, "xla": xla,
 }  # fmt: skip
 
 
@@ -1025,6 +1027,46 @@ def test_grouped_products_of_others_are_columns(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert peers.start(["tokamax", "torch"], moe_peers.PEERS) == []
     assert "tokamax: not installed\nPyTorch: not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("op", [shapes.AG, shapes.RS, scaled.MATMUL])
+def test_products_of_8_bits_are_checked_and_timed(op, torch_peer, monkeypatch, capsys):
+    """Beside a worker of PyTorch that takes no blocks."""
+    monkeypatch.setattr(trials, "iterations_for", lambda seconds, flops: 2)
+    monkeypatch.setattr(trials, "CALLS_IN_A_BODY", 1)
+    answers = WORKER.replace('"m": 64', '"scales": "row"')
+    monkeypatch.setattr(peers.Torch, "worker", (sys.executable, "-c", answers))
+    ranks = 1 if op == scaled.MATMUL else min(2, RANKS)
+    without = ("S16", "J16", "S8q", "S8 int8", "G8 int8", "J8q block" if ranks == 1 else "J8q")
+    shape = shapes.Shape(op, 16 * ranks, 128 * ranks, 512)
+    peer = torch_peer(1)
+    with jflux.config(strict=False):
+        row = scaled.measure(shape, make_mesh((ranks,)), 1, without, [peer])
+    peer.close()
+    assert {"J8 tensor", "J8 row", "J8 block", "J8 int8", "G8", "P row"} <= row.keys()
+    assert {"S8", "S8row", "C8", "C8 jflux", "T row"} <= row.keys() or ranks == 1
+    assert not {*without, "P block", "T tensor"} & row.keys()
+    assert all(0 < row["errors"][f"J8 {form}"] < 4 for form in scaled.FORMS)
+    assert "P tensor: not available, PyTorch: ValueError: too large" in capsys.readouterr().err
+    cells = scaled.of_columns(row)
+    product = min(row[name]["median"] for name in ("G8", "G8 pattern", "P row"))
+    sent = min((row[name]["median"] for name in ("C8", "C8 jflux") if name in row), default=0)
+    assert cells["F us"] == f"{max(product, sent) * 1e6:.1f}"
+    assert ranks > 1 or "J8q row" in row
+    assert "8 row " in cells["ran"] and "J16 us" not in cells
+
+
+def test_a_product_of_8_bits_that_is_wrong_is_not_timed(monkeypatch, capsys):
+    def of_another_row(x, w, **options):
+        return _matmul(jflux.Scaled(x.values, jnp.roll(x.scale, 1, 0)), w, **options)
+
+    _matmul = jflux.matmul
+    monkeypatch.setattr(jflux, "matmul", of_another_row)
+    without = ("S", "G", "J8 block", "J8 int8", "J8q")
+    shape = shapes.Shape(scaled.MATMUL, 32, 128, 256)
+    row = scaled.measure(shape, make_mesh((1,)), 1, without)
+    assert "J8 row" not in row and "J8 tensor" in row and row["errors"]["J8 row"] > scaled.LIMIT
+    assert "J8 row: WRONG, an error of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", experts.LISTS)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from harness import RANKS, make_mesh, run
+from harness import PLATFORM, RANKS, make_mesh, run
 
 import jflux
 from jflux import _native
@@ -45,7 +45,8 @@ def assert_rounded(y, want, dtype, scale):
         np.testing.assert_array_equal(y, want)
         return
     relative = max(float(ml_dtypes.finfo(dtype).eps) / 2, 2.0**-22)
-    assert np.all(np.abs(y.astype(np.float64) - want) <= relative * np.abs(want) + 2e-6 * scale)
+    of_sums = 2.0**-12 if PLATFORM == "gpu" else 2e-6  # tensor cores keep fewer bits
+    assert np.all(np.abs(y.astype(np.float64) - want) <= relative * np.abs(want) + of_sums * scale)
 
 
 # ---- Values --------------------------------------------------------------------------------------
@@ -141,7 +142,8 @@ def test_global_arrays():
     y = jax.jit(functools.partial(jflux.all_gather_matmul, axis_name="tp", mesh=mesh))(x, w)
     want = x.astype(np.float64) @ w.astype(np.float64)
     assert y.dtype == BF16
-    np.testing.assert_allclose(np.asarray(y).astype(np.float64), want, rtol=2.0**-8, atol=1e-4)
+    terms = np.abs(x).astype(np.float64) @ np.abs(w).astype(np.float64)
+    assert_rounded(np.asarray(y), want, BF16, terms)
 
 
 # ---- Types ---------------------------------------------------------------------------------------

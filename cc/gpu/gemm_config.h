@@ -39,6 +39,18 @@ inline constexpr bool CanShareK(int32_t tile_n, int32_t cluster_m) {
 // Whether both consumers share a tile of this many columns, whose accumulators do not fit into the
 // registers of one. Nothing is multiplied while they finish such a tile.
 inline constexpr bool IsShared(int32_t tile_n) { return tile_n > 192; }
+// The scales of a product's operands of 8 bits: of x's rows and w's columns, by which sums over k
+// are multiplied, or with an entry for each block of k (gpu/block_scales_sm90.cuh).
+enum class Scales : int64_t { kNone, kOfSums, kOfBlocks };
+inline constexpr bool IsScales(int64_t number) { return 0 <= number && number <= 2; }
+// Whether kernels that multiply a format have scales of blocks.
+inline constexpr bool HasBlockScales(DType t) { return t == DType::kF8E4M3FN; }
+// Whether a tile of this many columns can have scales of blocks of k: a thread then has a tile's
+// sums twice, those of one block and those of all before it.
+inline constexpr bool CanHaveBlockScales(int32_t tile_n) { return !IsShared(tile_n); }
+// The elements of k, or of another dimension, that share an entry of such a scale. Those of k are a
+// k-block of the main loop.
+inline constexpr int kScaleBlock = 128;
 
 inline constexpr int32_t kGemmTileM = 128;
 // The rows of a box of A. A box does not reach past the end of an array of fewer than kGemmTileM
@@ -107,6 +119,14 @@ std::string WhyNotShards(const OpFormats& op, FormatSet machine, const Params& p
   const bool strided = p.rows.outer > 1 && (p.split_rows || p.concat_rows);
   if (strided && p.rows.inner % kGemmTileM != 0) return kStraddlingTiles;
   return WhyNotOperands(op, machine, p.dtype, p.out_dtype, p.k, p.n, p.transpose_rhs);
+}
+
+// The choice for a call with scales of blocks. `gated`: half of a tile's columns belong to each of
+// two weights.
+inline GemmChoice ForBlockScales(GemmChoice c, bool gated = false) {
+  if (!CanHaveBlockScales(c.tile_n)) c.tile_n = gated ? 128 : 192;
+  c.splits = 1;
+  return c;
 }
 
 // CTAs that run at once. Not all SMs are in groups of four: 120 of 132.

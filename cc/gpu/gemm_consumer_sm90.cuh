@@ -5,9 +5,11 @@
 
 #include <cstdint>
 
+#include "gpu/block_scales_sm90.cuh"
 #include "gpu/cluster_sum.cuh"
 #include "gpu/gemm_exchange.cuh"
 #include "gpu/gemm_load_sm90.cuh"
+#include "gpu/gemm_multiply_sm90.cuh"
 #include "gpu/gemm_schedule.cuh"
 #include "gpu/gemm_smem.cuh"
 #include "gpu/ptx.cuh"
@@ -15,31 +17,6 @@
 #include "gpu/wgmma.cuh"
 
 namespace jflux {
-
-// A thread's accumulators of a tile.
-template <typename Config>
-using Accumulators = float[Config::kConsumerM64Blocks][Config::kAccumulators];
-
-// acc += A @ B over one k-block if `adds`, else acc = A @ B. `a` is the address of the consumer's
-// first m64 block.
-template <typename Config>
-__device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_t a, uint32_t b,
-                                              bool adds) {
-  constexpr int kTransA = Config::kTransposeLhs ? 1 : 0, kTransB = Config::kTransposeRhs ? 0 : 1;
-  constexpr const typename Config::T* kType = nullptr;
-#pragma unroll
-  for (int k = 0; k < kBlockBytes / kMultiplyBytes; ++k) {
-    const uint64_t desc_b = kTransB ? wgmma::Descriptor(b + k * 2048, 8192, 1024)
-                                    : wgmma::Descriptor(b + k * kMultiplyBytes, 16, 1024);
-#pragma unroll
-    for (int m64 = 0; m64 < Config::kConsumerM64Blocks; ++m64) {
-      const uint64_t desc_a =
-          kTransA ? wgmma::Descriptor(a + m64 * 8192 + k * 2048, 8192, 1024)
-                  : wgmma::Descriptor(a + m64 * 8192 + k * kMultiplyBytes, 16, 1024);
-      wgmma::Multiply<kTransA, kTransB>(kType, acc[m64], desc_a, desc_b, adds || k > 0);
-    }
-  }
-}
 
 // Zeroes the rows of k past `valid` in a stage, in both operands, which are MN-major. Zeros in one
 // operand would not do: 0 times a NaN is NaN. Called by all threads of the consumers that multiply
@@ -63,12 +40,6 @@ __device__ __forceinline__ void ZeroTail(const GemmSmem<Config>& smem, int stage
   }
   ptx::FenceProxyAsyncShared();  // wgmma reads it
   ptx::BarrierSync(Config::kCooperative ? 1 + Config::kConsumers : 1 + consumer, kThreads);
-}
-
-template <typename Config>
-__device__ __forceinline__ void PinAll(Accumulators<Config>& acc) {
-#pragma unroll
-  for (int m64 = 0; m64 < Config::kConsumerM64Blocks; ++m64) wgmma::Pin(acc[m64]);
 }
 
 template <typename Op>
@@ -127,7 +98,8 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
     // The accumulators are zeroed here, in code that all threads reach. If consumers share tiles,
     // no other warpgroup would multiply meanwhile, so the first wgmma overwrites them instead. With
     // partial tiles the latter would spill registers.
-    constexpr bool kFirstWrites = Config::kCooperative && !kDoes<typename Op::Exchange::Partials>;
+    constexpr bool kFirstWrites =
+        Config::kCooperative && !Config::kBlockScales && !kDoes<typename Op::Exchange::Partials>;
     Accumulators<Config> acc;
     if constexpr (!kFirstWrites) {
 #pragma unroll
@@ -147,26 +119,35 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
       ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
     }
     uint64_t start = call.Start();
-    for (int kb = 0; kb < k_blocks; ++kb) {
-      ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
-      Operands::BeforeMultiply();
-      if constexpr (kIsRagged<Operands>) {
-        if (kb + 1 == k_blocks) {
-          const KRange k =
-              Operands::KOf(args, tile, reader.template Coords<typename Operands::Coords>(), 0);
-          ZeroTail<Config>(smem, stages.index, k.end - k.begin - kb * Config::kTileK, consumer);
+    if constexpr (Config::kBlockScales) {
+      const BlockScales scales = Op::ScalesOf(args, row_block, staging.M64At(0), tile);
+      MultiplyBlocks<Config>(acc, smem, consumer, mma_parity, stages, k_blocks, scales,
+                             [&](int stage) {
+                               __syncwarp();
+                               release(stage, arrivals);
+                             });
+    } else {
+      for (int kb = 0; kb < k_blocks; ++kb) {
+        ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
+        Operands::BeforeMultiply();
+        if constexpr (kIsRagged<Operands>) {
+          if (kb + 1 == k_blocks) {
+            const KRange k =
+                Operands::KOf(args, tile, reader.template Coords<typename Operands::Coords>(), 0);
+            ZeroTail<Config>(smem, stages.index, k.end - k.begin - kb * Config::kTileK, consumer);
+          }
         }
+        PinAll<Config>(acc);
+        wgmma::Fence();
+        MultiplyStage<Config>(acc, smem.A(stages.index) + staging.M64At(0) * 8192,
+                              smem.B(stages.index), !kFirstWrites || kb > 0);
+        wgmma::Commit();
+        PinAll<Config>(acc);
+        wgmma::Wait<1>();  // the previous k-block has been read
+        if (last >= 0) release(last, arrivals);
+        last = stages.index;
+        stages.Advance();
       }
-      PinAll<Config>(acc);
-      wgmma::Fence();
-      MultiplyStage<Config>(acc, smem.A(stages.index) + staging.M64At(0) * 8192,
-                            smem.B(stages.index), !kFirstWrites || kb > 0);
-      wgmma::Commit();
-      PinAll<Config>(acc);
-      wgmma::Wait<1>();  // the previous k-block has been read
-      if (last >= 0) release(last, arrivals);
-      last = stages.index;
-      stages.Advance();
     }
     if (!Config::kCooperative && lane == 0) ptx::MbarrierArrive(smem.MmaOrder(1 - consumer));
     wgmma::Wait<0>();

@@ -24,19 +24,24 @@ inline constexpr int kStripBytes = 64 * kBlockBytes;
 
 // A cluster has kClusterM CTAs on consecutive row blocks that share w's tile. Or it has kClusterK
 // CTAs that split the k of one tile, and each finishes a slice of the tile's columns.
-// kMayLendStage: the op allows kLendsStage. kTransposeLhs: x is stored [k, m].
+// kMayLendStage: the op allows kLendsStage. kTransposeLhs: x is stored [k, m]. kBlockScales: scales
+// have an entry for each k-block (gpu/block_scales_sm90.cuh).
 template <typename T_, int kTileN_, int kClusterM_, bool kTransposeRhs_, bool kMayLendStage,
-          int kClusterK_ = 1, bool kTransposeLhs_ = false>
+          int kClusterK_ = 1, bool kTransposeLhs_ = false, bool kBlockScales_ = false>
 struct GemmConfig {
   using T = T_;
   // The 16-bit type in which results are staged.
   using Result = std::conditional_t<sizeof(T) == 1, __nv_bfloat16, T>;
-  // Operands of 8 bits have scales, which the epilogue applies to their sums.
-  static constexpr bool kScaled = sizeof(T) == 1;
-  static_assert(!kScaled || (kTransposeRhs_ && !kTransposeLhs_));  // the instruction's operands
+  static_assert(sizeof(T) != 1 ||
+                (kTransposeRhs_ && !kTransposeLhs_));  // the instruction's operands
+  // Operands of 8 bits have scales: the main loop multiplies the sums of each k-block by theirs, or
+  // the epilogue those of all k.
+  static constexpr bool kBlockScales = kBlockScales_;
+  static constexpr bool kScaled = sizeof(T) == 1 && !kBlockScales;
   static constexpr int kTileM = 128;
   static constexpr int kTileN = kTileN_;
   static constexpr int kTileK = kBlockBytes / sizeof(T);
+  static_assert(!kBlockScales || (kTileK == kScaleBlock && CanHaveBlockScales(kTileN)));
   static constexpr int kClusterM = kClusterM_;
   static constexpr int kClusterK = kClusterK_;
   static constexpr int kCluster = kClusterM * kClusterK;
@@ -58,7 +63,7 @@ struct GemmConfig {
   static constexpr int kSliceAccumulators = kSliceN / 2;
   // Whether both consumers share each tile: consumer i has m64 block i. Else consumers take tiles
   // alternately (ping-pong), and each has all m64 blocks of its tile.
-  static constexpr bool kCooperative = IsShared(kTileN);
+  static constexpr bool kCooperative = IsShared(kTileN) || kBlockScales;
   static constexpr int kConsumerM64Blocks = kCooperative ? kM64Blocks / kConsumers : kM64Blocks;
   static_assert(!kCooperative || kM64Blocks == kConsumers);
   // Whether a tile lends its last stage to its consumers, which stage most of their results there.
@@ -146,7 +151,7 @@ struct GemmSmem {
   // The load warp has started a tile, so the scheduler warp may take the next.
   __device__ uint32_t LoadBegun() const { return Bar(kMisc); }
   // Ping-pong order: the other consumer has issued its products, so the next full stages are this
-  // consumer's. Unused if consumers share tiles.
+  // consumer's. If consumers share tiles, only those with scales of blocks take turns.
   __device__ uint32_t MmaOrder(int consumer) const { return Bar(kMisc + 1 + consumer); }
   // A consumer's staging has been written; has been read by the store warp.
   __device__ uint32_t Staged(int consumer) const { return Bar(kMisc + 3 + consumer); }

@@ -397,6 +397,13 @@ __device__ __forceinline__ uint4 LoadShared16(uint32_t smem) {
   return v;
 }
 
+// Of each half, as a whole number without a sign.
+__device__ __forceinline__ uint32_t MaxHalves(uint32_t a, uint32_t b) {
+  uint32_t v;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+  return v;
+}
+
 // Relaxed at GPU scope: bypasses L1, since another SM or GPU may just have written the data. ptxas
 // keeps these loads in program order, which bounds the registers that loads in flight take.
 __device__ __forceinline__ uint32_t LoadGlobal4(const void* p) {

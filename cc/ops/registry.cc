@@ -3,7 +3,8 @@
 //   FOLDER(Name,      Load<Name>Kernels loads what the folder's .cu files hold
 //          GPUs,      that they are compiled for (gpu/machine.h)
 //          OP(Name),  k<Name>Op, defined in the folder's _ffi.cc
-//          INSTANCE(format, layout of w))  an object of its own (runtime/gemm_instances_cuda.h)
+//          INSTANCE(format, layout of w))  an object of its own (runtime/gemm_instances_cuda.h);
+//                                          nk_blocks: [n, k], with scales of blocks
 //
 // FFI targets, names in error messages, the loading of kernels, jflux._jflux.plan and its constants
 // follow from the rows. The build reads them too (build_backend/kernel_files.py).
@@ -12,7 +13,8 @@
 #define JFLUX_FOLDERS(FOLDER, OP)                                                  \
   FOLDER(AllGatherMatmul, kHopper, OP(AllGatherMatmul),                            \
          INSTANCE(F16, kn) INSTANCE(F16, nk) INSTANCE(BF16, kn) INSTANCE(BF16, nk) \
-             INSTANCE(F8E4M3FN, nk))                                               \
+             INSTANCE(F8E4M3FN, nk) INSTANCE(F8E4M3FN, nk_blocks))                 \
+  FOLDER(Matmul, kHopper, OP(Matmul))                                              \
   FOLDER(MatmulReduceScatter, kHopper, OP(MatmulReduceScatter))                    \
   FOLDER(MatmulAllToAll, kHopper, OP(MatmulAllToAll))                              \
   FOLDER(MatmulAllReduce, kHopper, OP(MatmulAllReduce))                            \
@@ -29,7 +31,8 @@
   FOLDER(FlashDecode, kPortable, OP(FlashDecode))                                  \
   FOLDER(GroupedMatmul, kHopper, OP(GroupedMatmul) OP(GroupedMatmulDw))            \
   FOLDER(MoeRoute, kPortable, OP(MoeRoute))                                        \
-  FOLDER(MoeRows, kPortable, OP(MoeRows))
+  FOLDER(MoeRows, kPortable, OP(MoeRows))                                          \
+  FOLDER(Quantize, kHopper, OP(Quantize))
 
 namespace jflux {
 

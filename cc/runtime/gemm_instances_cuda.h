@@ -24,22 +24,27 @@ namespace jflux {
 
 // Calls visit.template operator()<Config>() for the configuration that fits `c`, among those from
 // kFirst on. False if there is none.
-template <typename T, bool kTransposeRhs, bool kMayLendStage, size_t kFirst = 0, typename F>
+template <typename T, bool kTransposeRhs, bool kMayLendStage, bool kBlockScales, size_t kFirst = 0,
+          typename F>
 bool WithTile(const GemmChoice& c, F&& visit) {
   if constexpr (kFirst == std::size(kCompiled)) {
     return false;
   } else {
     constexpr GemmChoice kThis = kCompiled[kFirst];
-    if (c.tile_n == kThis.tile_n && c.cluster_m == kThis.cluster_m) {
-      return visit.template
-      operator()<GemmConfig<T, kThis.tile_n, kThis.cluster_m, kTransposeRhs, kMayLendStage>>();
+    if constexpr (!kBlockScales || CanHaveBlockScales(kThis.tile_n)) {
+      if (c.tile_n == kThis.tile_n && c.cluster_m == kThis.cluster_m) {
+        using Config = GemmConfig<T, kThis.tile_n, kThis.cluster_m, kTransposeRhs, kMayLendStage, 1,
+                                  false, kBlockScales>;
+        return visit.template operator()<Config>();
+      }
     }
-    return WithTile<T, kTransposeRhs, kMayLendStage, kFirst + 1>(c, visit);
+    return WithTile<T, kTransposeRhs, kMayLendStage, kBlockScales, kFirst + 1>(c, visit);
   }
 }
 
 template <typename Config>
-inline constexpr bool kCanShareK = CanShareK(Config::kTileN, Config::kClusterM);
+inline constexpr bool kCanShareK =
+    CanShareK(Config::kTileN, Config::kClusterM) && !Config::kBlockScales;
 template <typename Config, int kSplits>
 using SharedKConfig =
     GemmConfig<typename Config::T, kSharedKTile, 1, Config::kTransposeRhs, false, kSplits>;
@@ -94,8 +99,8 @@ struct LaunchInstance {
   }
 };
 
-// The kernels for one format and layout of w.
-template <typename Instances, DType kFormat, bool kTransposeRhs>
+// The kernels for one format and layout of w, and for scales of blocks or not.
+template <typename Instances, DType kFormat, bool kTransposeRhs, bool kBlockScales = false>
 struct GemmFamily {
   using T = CudaType<kFormat>;
   static bool Load(std::string* error);
@@ -103,20 +108,22 @@ struct GemmFamily {
   static bool Launch(const GemmChoice& choice, const LaunchInstance<Instances>& launch);
 };
 
-template <typename Instances, DType kFormat, bool kTransposeRhs>
-bool GemmFamily<Instances, kFormat, kTransposeRhs>::Load(std::string* error) {
+template <typename Instances, DType kFormat, bool kTransposeRhs, bool kBlockScales>
+bool GemmFamily<Instances, kFormat, kTransposeRhs, kBlockScales>::Load(std::string* error) {
   for (const GemmChoice& c : kCompiled) {
-    if (!WithTile<T, kTransposeRhs, Instances::kMayLendStage>(c, LoadInstance<Instances>{error})) {
+    if (kBlockScales && !CanHaveBlockScales(c.tile_n)) continue;
+    if (!WithTile<T, kTransposeRhs, Instances::kMayLendStage, kBlockScales>(
+            c, LoadInstance<Instances>{error})) {
       return false;
     }
   }
   return true;
 }
 
-template <typename Instances, DType kFormat, bool kTransposeRhs>
-bool GemmFamily<Instances, kFormat, kTransposeRhs>::Launch(
+template <typename Instances, DType kFormat, bool kTransposeRhs, bool kBlockScales>
+bool GemmFamily<Instances, kFormat, kTransposeRhs, kBlockScales>::Launch(
     const GemmChoice& choice, const LaunchInstance<Instances>& launch) {
-  return WithTile<T, kTransposeRhs, Instances::kMayLendStage>(choice, launch);
+  return WithTile<T, kTransposeRhs, Instances::kMayLendStage, kBlockScales>(choice, launch);
 }
 
 template <typename Instances>
@@ -127,6 +134,9 @@ bool LoadGemmInstances(std::string* error) {
       if constexpr (!FormatOf(format()).k_major) {
         loaded = loaded && GemmFamily<Instances, format(), false>::Load(error);
       }
+      if constexpr (HasBlockScales(format())) {
+        loaded = loaded && GemmFamily<Instances, format(), true, true>::Load(error);
+      }
       return loaded;
     });
   });
@@ -134,7 +144,8 @@ bool LoadGemmInstances(std::string* error) {
 
 template <typename Instances>
 bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choice, void* args,
-                        int num_tiles, int sm_count, cudaStream_t stream, std::string* error) {
+                        int num_tiles, int sm_count, cudaStream_t stream, std::string* error,
+                        Scales scales = Scales::kNone) {
   *error = "no kernel has tiles of " + std::to_string(choice.tile_n) + " columns, clusters of " +
            std::to_string(choice.cluster_m) + " and k in " + std::to_string(choice.splits);
   const LaunchInstance<Instances> launch{args, num_tiles, sm_count, choice.splits, stream, error};
@@ -142,17 +153,23 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
     if constexpr (!FormatOf(format()).k_major) {
       if (!transpose_rhs) return GemmFamily<Instances, format(), false>::Launch(choice, launch);
     }
+    if constexpr (HasBlockScales(format())) {
+      if (scales == Scales::kOfBlocks) {
+        return GemmFamily<Instances, format(), true, true>::Launch(choice, launch);
+      }
+    }
     return GemmFamily<Instances, format(), true>::Launch(choice, launch);
   });
 }
 
 // The files of an op's instances have its kernels, and no other file.
-#define JFLUX_INSTANCES_APART(Instances)                             \
-  extern template struct GemmFamily<Instances, DType::kF16, false>;  \
-  extern template struct GemmFamily<Instances, DType::kF16, true>;   \
-  extern template struct GemmFamily<Instances, DType::kBF16, false>; \
-  extern template struct GemmFamily<Instances, DType::kBF16, true>;  \
-  extern template struct GemmFamily<Instances, DType::kF8E4M3FN, true>
+#define JFLUX_INSTANCES_APART(Instances)                                \
+  extern template struct GemmFamily<Instances, DType::kF16, false>;     \
+  extern template struct GemmFamily<Instances, DType::kF16, true>;      \
+  extern template struct GemmFamily<Instances, DType::kBF16, false>;    \
+  extern template struct GemmFamily<Instances, DType::kBF16, true>;     \
+  extern template struct GemmFamily<Instances, DType::kF8E4M3FN, true>; \
+  extern template struct GemmFamily<Instances, DType::kF8E4M3FN, true, true>
 
 // The tensor map of w as LoadB (gpu/gemm_operands_sm90.cuh) reads it. `halves`: w is half of a
 // tile's columns.

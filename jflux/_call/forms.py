@@ -147,6 +147,9 @@ class Op:
       is_local: whether it has no peers and no workspace: its calls compute on one device, need no
         axis, no mesh and no heap, and mean the same inside `jax.shard_map` and outside. In C++ such
         an op has no plan (cc/runtime/op.h).
+      is_split_by_xla: of a local op: the reference takes calls on arrays that XLA splits over
+        devices, outside of `jax.shard_map` or over axes that it leaves to XLA. A kernel would have
+        all of them on each device.
       values: how many of the first results `checkify` looks at. Later results may hold anything in
         places that nobody reads. None: all results.
     """
@@ -161,6 +164,7 @@ class Op:
     same_over: Callable[[Any], tuple[Any, ...]] = lambda params: ()
     title: Callable[[Any], str] | None = None
     is_local: bool = False
+    is_split_by_xla: bool = False
     values: int | None = None
 
     def label(self, params: Any) -> str:

@@ -94,7 +94,7 @@ def make_primitive(op: Op) -> Primitive:
         manual = avals[0].manual_axis_type.update(varying=varying)
         results = op.result_shapes(avals, params)
         specs = [PartitionSpec(*(None for _ in shape)) for shape, _ in results]
-        if meshes.is_sharded(avals) and not op.is_local:
+        if meshes.is_sharded(avals) and (op.is_split_by_xla or not op.is_local):
             # Over Explicit axes that are not manual: as the reference's results.
             types = jax.eval_shape(lambda *arrays: op.reference(arrays, params), *avals)
             specs = [t.sharding.spec for t in types]
@@ -118,6 +118,8 @@ def make_primitive(op: Op) -> Primitive:
         if not op.is_local:
             mesh = meshes.concrete_mesh_of(ctx.module_context, params.axis_names)
         planned = plan_call(op, ctx.avals_in, ctx.avals_out, params, platform, mesh)
+        if planned.kernel and op.is_split_by_xla and meshes.is_split_by_xla(ctx.module_context):
+            planned = Planned(plans.reference("XLA splits the program over devices"))
         if (kernel := planned.kernel) is not None and not op.is_local:
             if why := call_names.why_not(platform):
                 planned = Planned(plans.unsupported(why))

@@ -13,7 +13,9 @@ import numpy as np
 from jax import lax
 
 from .. import _native
+from . import _lax, _scaled
 from ._lax import several
+from ._scaled import Scales
 
 
 @jax.custom_jvp
@@ -49,18 +51,18 @@ class Epilogue:
     """``y_i = activation(product_i + bias_i)``, or, gated, one
     ``y = activation(product_0 + bias_0) * (product_1 + bias_1)``.
 
-    Its operands are the biases, and, where products are scaled, the scale of their rows [..., m, 1]
-    and that of each one's columns [n].
+    Its operands are the biases, and, where products have scales, that of their rows and that of
+    each one's columns (`_scaled.of_rows`, `_scaled.of_columns`).
 
     Attributes:
       biased: which products have a bias.
-      scaled: whether products are multiplied by scales first.
+      scales: of the products' operands.
     """
 
     biased: tuple[bool, ...]
     activation: str | None = None
     gated: bool = False
-    scaled: bool = False
+    scales: Scales = Scales.NONE
 
     @property
     def results(self) -> int:
@@ -74,17 +76,17 @@ class Epilogue:
 
     def before(self) -> Epilogue | None:
         """The same without the activation."""
-        needed = any(self.biased) or self.scaled
-        return Epilogue(self.biased, scaled=self.scaled) if needed else None
+        needed = any(self.biased) or self.scales
+        return Epilogue(self.biased, scales=self.scales) if needed else None
 
     def exact(self, out: np.dtype) -> np.dtype:
-        """The type of products before it: that of y, or that of sums if they are scaled."""
-        return sum_dtype(out) if self.scaled else out
+        """The type of products before it: that of y, or that of sums if there are scales."""
+        return sum_dtype(out) if self.scales else out
 
     def split(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[Any]]:
         """(biases, scale of rows, scales of columns) of its operands."""
         biases = sum(self.biased)
-        if not self.scaled:
+        if not self.scales:
             return operands[:biases], None, [None] * len(self.biased)
         return operands[:biases], operands[biases], operands[biases + 1 :]
 
@@ -140,18 +142,44 @@ def sum_dtype(out: np.dtype) -> np.dtype:
 def apply(
     epilogue: Epilogue, products: Sequence[jax.Array], operands: Sequence[jax.Array], out: np.dtype
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """(all y, all sums of a product and its bias), rounded to `out`."""
+    """(all y, all sums of a product and its bias), rounded to `out`. Scales of blocks are in the
+    products already."""
     wide = sum_dtype(out)
     biases, of_rows, of_columns = epilogue.split(operands)
     rest, sums = iter(biases), []
     for product, biased, columns in zip(products, epilogue.biased, of_columns, strict=True):
         total = product.astype(wide)
-        if columns is not None:
+        if epilogue.scales is Scales.OF_SUMS:
             total = total * of_rows * in_rows(columns, product)
         if biased:
             total += in_rows(next(rest).astype(wide), product)
         sums.append(total)
     return [y.astype(out) for y in _activate(epilogue, sums)], [s.astype(out) for s in sums]
+
+
+def of_products(
+    x: jax.Array,
+    ws: Sequence[jax.Array],
+    operands: Sequence[jax.Array],
+    epilogue: Epilogue | None,
+    out: np.dtype,
+    precision: lax.PrecisionLike,
+    transpose_rhs: bool,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """(all y, all sums) of an x on one rank and several w, in `lax`."""
+    if epilogue is None:
+        ys = [_lax.matmul(x, w, out, precision, transpose_rhs) for w in ws]
+        return ys, ys
+    _, of_rows, of_columns = epilogue.split(operands)
+    if epilogue.scales is Scales.OF_BLOCKS:
+        products = [
+            _scaled.product(x, w, of_rows, scale, precision, transpose_rhs)
+            for w, scale in zip(ws, of_columns, strict=True)
+        ]
+    else:
+        exact = epilogue.exact(out)
+        products = [_lax.matmul(x, w, exact, precision, transpose_rhs) for w in ws]
+    return apply(epilogue, products, operands, out)
 
 
 def tangents(

@@ -1,7 +1,11 @@
-"""quantize: an array as values of 8 bits with a scale."""
+"""quantize: an array as values of 8 bits with a scale. Kernel: cc/ops/quantize."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,10 +14,40 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from .. import _native
+from .._call import local_ops
+from .._call.forms import Op, ShapeDtype
+from .._call.plans import Arrays
+from .._call.primitives import make_primitive
 from ._scaled import BLOCK, TYPES, Scaled, spread, without_derivative
+from .products import _product
+
+OP = "quantize"
+
+#: Whether the kernels have passed all checks on GPUs.
+CHECKED = False
+
+#: The kernels' rows are whole vectors.
+_MULTIPLE = _native.VECTOR_BYTES
 
 #: The smallest scale: below it float32 has fewer bits, and GPUs may take it for zero.
 SMALLEST = float(jnp.finfo(jnp.float32).tiny)
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A call, less its arrays."""
+
+    dtype: np.dtype
+    block: tuple[int, int]
+    transpose: bool
+    power_of_two: bool
+    return_losses: bool
+
+    @property
+    def has_maxima(self) -> bool:
+        """Whether the kernels pass over x twice (QuantizeParams::HasMaxima)."""
+        return -1 in self.block and (self.transpose or self.block[0] != 1)
 
 
 class Losses(NamedTuple):
@@ -45,6 +79,14 @@ def quantize(
     ``x / scale`` in float32, rounded to the nearest, ties to even. A block that holds a NaN or an
     infinity gets a NaN as its scale: nothing of it looks like a number. (Scaling by blocks:
     DeepSeek-V3, arXiv 2412.19437, section 3.3.2.)
+
+    GPUs have a kernel for blocks of 128 or all columns, of a float16, bfloat16 or float32 x whose
+    columns, and with `transpose` rows, are a multiple of 16. It reads x once, and writes the copy
+    and its transpose. Where a block is larger than a tile of 128 x 128 it reads x twice, since the
+    largest comes first: (-1, -1) without `scale` or with `return_losses`, and (1, -1) with
+    `transpose`, whose columns have scales too. Elsewhere, and where XLA splits the program over
+    devices outside of `jax.shard_map`, it is plain `lax`. There XLA's division on GPUs may be off
+    in its last bit; that of the kernel is exact.
 
     Args:
       x: [..., rows, columns]; a real floating type.
@@ -96,28 +138,21 @@ def quantize(
             )
         scale = jnp.asarray(scale, jnp.float32)
 
+    params = Params(dtype, (block[0], block[1]), transpose, power_of_two, return_losses)
+    results = iter(_quantized(params, x) if scale is None else _quantized(params, x, scale))
+    copies = tuple(Scaled(next(results), next(results)) for _ in range(1 + transpose))
+    result = copies if transpose else copies[0]
+    return (result, Losses(*next(results))) if return_losses else result
+
+
+def _quantized(params: Params, *arrays: jax.Array) -> Sequence[jax.Array]:
     @without_derivative(
         "jflux.quantize has no derivative: where x is a constant, pass jax.lax.stop_gradient(x)"
     )
-    def quantized(x: jax.Array, scale: jax.Array | None) -> tuple[Scaled, Losses | None]:
-        wide = x.astype(jnp.float32)
-        if scale is None:
-            scale = _scale(wide, dtype, block, power_of_two)
-        else:
-            whole = jnp.isfinite(_largest_in(wide, block))
-            scale = jnp.where(whole, scale, jnp.nan)
-        ratio = wide / spread(scale, x.shape)
-        values = _rounded(ratio, dtype)
-        if not return_losses:
-            return Scaled(values, scale), None
-        lost = ((values == 0) & (wide != 0), jnp.abs(ratio) > largest(dtype))
-        return Scaled(values, scale), Losses(*(jnp.sum(one, dtype=jnp.int32) for one in lost))
+    def bound(*arrays: jax.Array) -> Sequence[jax.Array]:
+        return _primitive.bind(*arrays, params=params)
 
-    result, losses = quantized(x, scale)
-    if transpose:
-        turned = None if scale is None else jnp.swapaxes(scale, -1, -2)
-        result = (result, quantized(jnp.swapaxes(x, -1, -2), turned)[0])
-    return (result, losses) if return_losses else result
+    return bound(*arrays)
 
 
 def largest(dtype: np.dtype) -> float:
@@ -142,11 +177,14 @@ def _scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, .
 
 
 def _largest_in(x: jax.Array, block: tuple[int, int]) -> jax.Array:
-    """The largest magnitude of each block."""
-    magnitudes = jnp.abs(x)
+    """The largest magnitude of each block: NaN where there is one.
+
+    By the bits, whose order is the magnitudes': a maximum of floats in XLA for CPUs may drop a NaN.
+    """
+    magnitudes = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
     for axis, size in zip((x.ndim - 2, x.ndim - 1), block, strict=True):
         magnitudes = _largest_of_blocks(magnitudes, axis, size)
-    return magnitudes
+    return lax.bitcast_convert_type(magnitudes, jnp.float32)
 
 
 def _largest_of_blocks(x: jax.Array, axis: int, size: int) -> jax.Array:
@@ -176,3 +214,109 @@ def _rounded(ratio: jax.Array, dtype: np.dtype) -> jax.Array:
         ratio = jnp.where(jnp.isnan(ratio), 0, jnp.round(ratio))
     # XLA may leave out a cast there and back: what is behind the barrier has been rounded.
     return lax.optimization_barrier(ratio.astype(dtype))
+
+
+# ---- The primitive -------------------------------------------------------------------------------
+
+
+def _reference(arrays: Arrays, params: Params) -> list[jax.Array]:
+    x, *given = arrays
+    scale = given[0] if given else None
+    *results, losses = _of_one(x, scale, params)
+    if params.transpose:
+        turned = None if scale is None else jnp.swapaxes(scale, -1, -2)
+        results += _of_one(jnp.swapaxes(x, -1, -2), turned, params)[:2]
+    results += [losses] * params.return_losses
+    return results + [jnp.zeros(*_maxima(x, params))] * params.has_maxima
+
+
+def _of_one(
+    x: jax.Array, scale: jax.Array | None, params: Params
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Values, their scale, and losses."""
+    wide = x.astype(jnp.float32)
+    if scale is None:
+        scale = _scale(wide, params.dtype, params.block, params.power_of_two)
+    else:
+        whole = jnp.isfinite(_largest_in(wide, params.block))
+        scale = jnp.where(whole, scale, jnp.nan)
+    # By a broadcast XLA would not divide either. Where x is a NaN, its scale is one.
+    ratio = wide / jnp.where(jnp.isnan(wide), jnp.nan, spread(scale, x.shape))
+    values = _rounded(ratio, params.dtype)
+    lost = ((values == 0) & (wide != 0), jnp.abs(ratio) > largest(params.dtype))
+    return values, scale, jnp.stack([jnp.sum(one, dtype=jnp.int32) for one in lost])
+
+
+def _maxima(x: Any, params: Params) -> ShapeDtype:
+    """The largest magnitudes of blocks, which the kernels keep there between two passes."""
+    *stack, rows, columns = x.shape
+    shapes = [(rows, columns), (columns, rows)][: 1 + params.transpose]
+    counts = (math.prod(_scale_shape(shape, params.block)) for shape in shapes)
+    return (*stack, sum(counts)), np.dtype(np.uint32)
+
+
+def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
+    x = arrays[0]
+    *stack, rows, columns = x.shape
+    shapes: list[ShapeDtype] = []
+    for shape in ((*stack, rows, columns), (*stack, columns, rows))[: 1 + params.transpose]:
+        scale = _scale_shape(shape, params.block)
+        shapes += [(shape, params.dtype), (scale, np.dtype(np.float32))]
+    shapes += [((2,), np.dtype(np.int32))] * params.return_losses
+    return shapes + [_maxima(x, params)] * params.has_maxima
+
+
+def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
+    x = arrays[0]
+    *_, rows, columns = x.shape
+    if why := _native.why_not_dtypes(OP, "cuda", x.dtype):
+        return why
+    if 0 in x.shape:
+        return "x is empty"
+    if params.block[1] == 1:
+        return f"blocks are {params.block}, the kernels take blocks of several columns"
+    if columns % _MULTIPLE:
+        return f"x has {columns} columns, the kernels take multiples of {_MULTIPLE}"
+    if params.transpose and rows % _MULTIPLE:
+        return f"x has {rows} rows, the kernels transpose multiples of {_MULTIPLE}"
+    return None
+
+
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
+    if params.return_losses:  # each has its own
+        bind = functools.partial(primitive.bind, params=params)
+        return _product.batch_one_by_one(bind, operands, dims)
+    size = next(a.shape[d] for a, d in zip(operands, dims, strict=True) if d is not None)
+    stacks = [
+        jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
+        for a, d in zip(operands, dims, strict=True)
+    ]
+    results = primitive.bind(*stacks, params=params)
+    return results, [0] * len(results)
+
+
+_primitive = make_primitive(
+    Op(
+        name=OP,
+        result_shapes=_shapes,
+        reference=_reference,
+        forms=(
+            local_ops.kernel(
+                OP,
+                why_not=_why_not,
+                attributes=lambda arrays, params, plan: {
+                    "block": np.array(params.block, np.int64),
+                    "transpose": params.transpose,
+                    "power_of_two": params.power_of_two,
+                    "losses": params.return_losses,
+                },
+                checked_on_gpus=CHECKED,
+                on_cpus=False,
+                is_optional=True,
+            ),
+        ),
+        batch=_batch,
+        is_local=True,
+        is_split_by_xla=True,
+    )
+)

@@ -89,7 +89,7 @@ class Recipe:
 
         y  = q(x) @ q(w)         x [m, k] by `x`, w [n, k] by `w`
         dx = q(dy) @ q(w)^T      dy [m, n] by `dy`, w [k, n] by `w`
-        dw = q(x)^T @ q(dy)      x [k, m] and dy [n, m] in blocks `dw`
+        dw = q(x)^T @ q(dy)      x [k, m] and dy [n, m] by `dw`, of one each
 
     Each is quantised in blocks of what its product sums over, which is last above. Between forward
     and backward a rank keeps x's copy, moved as y's product moves it, and w's of dx: 8 bits each,
@@ -110,7 +110,7 @@ class Recipe:
       x: of x's rows; its block has (1, or -1 for all) rows, as has dy's.
       w: of w.
       dy: of dy's rows.
-      dw: the block of x^T and dy^T, or None: x's copy and dy are multiplied in bfloat16, where dy
+      dw: of x^T and of dy^T, or None: x's copy and dy are multiplied in bfloat16, where dy
         is what the rank has: quantised if it came from other ranks, else as it was.
       precision: of y's product, unless the call names one; as in `lax.dot_general`.
       gradient_precision: of the products of 8 bits for dx and dw.
@@ -119,7 +119,7 @@ class Recipe:
     x: Format
     w: Format
     dy: Format
-    dw: tuple[int, int] | None
+    dw: tuple[Format, Format] | None
     precision: lax.Precision | None = None
     gradient_precision: lax.Precision | None = None
 
@@ -132,7 +132,6 @@ class Recipe:
             if (block := getattr(self, name).block)[0] == BLOCK:
                 raise ValueError(f"jflux.Recipe: {name} has {block=}, which must have 1 or -1 rows")
         if self.dw is not None:
-            _check_block("Recipe", self.dw)
             object.__setattr__(self, "dw", tuple(self.dw))
 
     def quantize_weight(self, w: jax.Array, *, transpose_rhs: bool = False) -> QuantizedWeight:
@@ -171,7 +170,7 @@ class Recipe:
         Raises:
           ValueError: for another one.
         """
-        if {self.x.block, self.w.block, self.dy.block, self.dw} != {(-1, -1)}:
+        if {form.block for form in (self.x, self.w, self.dy, *(self.dw or ()))} != {(-1, -1)}:
             raise ValueError(
                 "jflux.Recipe.delayed: delayed scaling has scales of tensors alone, as "
                 f"jflux.Recipe.tensor has, not those of {self}"
@@ -184,29 +183,15 @@ class Recipe:
         return DelayedScaling(**arrays, recipe=self)
 
 
-_E4M3, _E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 # Tensor cores keep fewer bits of sums of 8-bit floats than float32 has, unless each 128 of a sum
 # are added to float32, as blocks are.
-Recipe.tensor = Recipe(
-    x=Format(_E4M3, (-1, -1)),
-    w=Format(_E4M3, (-1, -1)),
-    dy=Format(_E5M2, (-1, -1)),
-    dw=(-1, -1),
-    gradient_precision=lax.Precision.HIGHEST,
-)
-Recipe.row = Recipe(
-    x=Format(_E4M3, (1, -1)),
-    w=Format(_E4M3, (1, -1)),
-    dy=Format(_E5M2, (1, -1)),
-    dw=None,
-    gradient_precision=lax.Precision.HIGHEST,
-)
-Recipe.block = Recipe(
-    x=Format(_E4M3, (1, BLOCK)),
-    w=Format(_E4M3, (BLOCK, BLOCK)),
-    dy=Format(_E4M3, (1, BLOCK)),
-    dw=(1, BLOCK),
-)
+_PRECISE: Any = {"gradient_precision": lax.Precision.HIGHEST}
+_X, _DY = Format(jnp.float8_e4m3fn, (-1, -1)), Format(jnp.float8_e5m2, (-1, -1))
+Recipe.tensor = Recipe(x=_X, w=_X, dy=_DY, dw=(_X, _DY), **_PRECISE)
+_X, _DY = Format(jnp.float8_e4m3fn, (1, -1)), Format(jnp.float8_e5m2, (1, -1))
+Recipe.row = Recipe(x=_X, w=_X, dy=_DY, dw=None, **_PRECISE)
+_X, _W = Format(jnp.float8_e4m3fn, (1, BLOCK)), Format(jnp.float8_e4m3fn, (BLOCK, BLOCK))
+Recipe.block = Recipe(x=_X, w=_W, dy=_X, dw=(_X, _X))
 
 
 @jax.tree_util.register_dataclass

@@ -4,6 +4,7 @@ do with it in plain `lax`."""
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -226,22 +227,75 @@ def constants(*operands: Scaled) -> tuple[Scaled, ...]:
     return operands
 
 
-def has_blocks_of_k(x: Scaled, *ws: Scaled, transpose_rhs: bool) -> bool:
-    """Whether a scale has several entries along k, so that sums over k do not share one."""
+class Scales(enum.IntEnum):
+    """What the scales of a product's operands are to a kernel (cc/gpu/gemm_config.h)."""
+
+    NONE = 0
+    #: Of x's rows and w's columns: all of a sum over k shares them.
+    OF_SUMS = 1
+    #: With an entry for each block of k: of x's rows, and of blocks of w's columns.
+    OF_BLOCKS = 2
+
+
+def is_highest(precision: lax.PrecisionLike) -> bool:
+    """Whether a call asks for all bits of its sums."""
+    wanted = precision if isinstance(precision, tuple) else (precision,)
+    return lax.Precision.HIGHEST in wanted
+
+
+def scales_of(
+    x: Scaled, *ws: Scaled, transpose_rhs: bool, precision: lax.PrecisionLike = None
+) -> Scales:
+    """Whether a scale has several entries along k, so that sums over k do not share one; or has one
+    that can be repeated along k, where `precision` wants the sums of blocks added in float32."""
     k_of_w = 1 if transpose_rhs else 0
-    return x.scale.shape[-1] > 1 or any(w.scale.shape[k_of_w] > 1 for w in ws)
+    if x.scale.shape[-1] > 1 or any(w.scale.shape[k_of_w] > 1 for w in ws):
+        return Scales.OF_BLOCKS
+    repeats = is_highest(precision) and x.dtype != jnp.int8
+    return Scales.OF_BLOCKS if repeats and _has_column_blocks(ws, 1 - k_of_w) else Scales.OF_SUMS
 
 
-def of_rows(x: Scaled) -> jax.Array:
-    """The scale of x's rows, [..., rows, 1]."""
-    return jnp.broadcast_to(spread(x.scale, x.shape[:-1]), (*x.shape[:-1], 1))
+def _has_column_blocks(ws: Sequence[Scaled], n_of_w: int) -> bool:
+    """Whether blocks of columns share entries of the scales."""
+    return all(w.scale.shape[n_of_w] <= -(-w.shape[n_of_w] // BLOCK) for w in ws)
 
 
-def of_columns(w: Scaled, transpose_rhs: bool) -> jax.Array:
-    """The scale of w's columns, [n]."""
-    n_of_w = 0 if transpose_rhs else 1
-    scale = over_elements(w.scale, n_of_w, w.shape[n_of_w])
-    return jnp.broadcast_to(scale.reshape(-1), (w.shape[n_of_w],))
+def why_no_kernel(x: Scaled, *ws: Scaled, transpose_rhs: bool) -> str | None:
+    """Why no kernel takes these scales, or None."""
+    if scales_of(x, *ws, transpose_rhs=transpose_rhs) is Scales.OF_SUMS:
+        return None
+    if _has_column_blocks(ws, 0 if transpose_rhs else 1):
+        return None
+    return f"kernels take blocks of {BLOCK} of k of w only for {BLOCK} columns each"
+
+
+def of_rows(x: Scaled, scales: Scales) -> jax.Array:
+    """The scale of x's rows, [..., rows, 1], or [..., rows, blocks of k]."""
+    entries = -(-x.shape[-1] // BLOCK) if scales is Scales.OF_BLOCKS else 1
+    return jnp.broadcast_to(spread(x.scale, x.shape[:-1]), (*x.shape[:-1], entries))
+
+
+def of_columns(w: Scaled, transpose_rhs: bool, scales: Scales) -> jax.Array:
+    """The scale of w's columns, [n], or of its blocks, [blocks of n, blocks of k]."""
+    scale = w.scale if transpose_rhs else w.scale.T
+    n, k = w.shape if transpose_rhs else w.shape[::-1]
+    if scales is Scales.OF_BLOCKS:
+        return jnp.broadcast_to(scale, (-(-n // BLOCK), -(-k // BLOCK)))
+    return jnp.broadcast_to(over_elements(scale, 0, n).reshape(-1), (n,))
+
+
+def product(
+    x: jax.Array,
+    w: jax.Array,
+    of_rows: jax.Array,
+    of_columns: jax.Array,
+    precision: lax.PrecisionLike,
+    transpose_rhs: bool,
+) -> jax.Array:
+    """The product of values and scales as kernels take them, in float32."""
+    scale = of_columns if of_columns.ndim == 2 else of_columns[:, None]
+    scaled = Scaled(w, scale if transpose_rhs else scale.T)
+    return _matmul(Scaled(x, of_rows), scaled, precision, transpose_rhs)
 
 
 def result_dtype(preferred_element_type: DTypeLike | None) -> np.dtype:

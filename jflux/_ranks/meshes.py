@@ -329,6 +329,18 @@ def group_table(mesh: Mesh, axis_name: AxisName) -> np.ndarray:
     return table if groups is None else table[:, groups].reshape(-1, len(groups[0]))
 
 
+def is_split_by_xla(context: mlir.ModuleContext) -> bool:
+    """Whether XLA splits arrays over devices where an op is lowered: over all of a program's,
+    outside of ``shard_map``, or over those of axes that it is not manual in."""
+    around: Any = getattr(context, "axis_context", None)
+    if (devices := getattr(around, "num_devices", None)) is not None:
+        return devices > 1
+    mesh, manual = (getattr(around, name, None) for name in ("mesh", "manual_axes"))
+    if mesh is None or manual is None:
+        return False
+    return any(size > 1 and name not in manual for name, size in mesh.shape.items())
+
+
 def concrete_mesh_of(context: mlir.ModuleContext, axis_name: AxisName) -> Mesh | None:
     """The mesh that a lowering runs on, or None where it is not known (an abstract mesh, and a
     program without devices).

@@ -7,12 +7,14 @@ import math
 import random
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jflux
 
-from .._call import plans
+from .._call import gpu_code, plans
+from .._ops import _quantize, _scaled
 from .._ops._spec import OpSpec, ops_with_checked_kernels
 from .._ops.products import _product
 from . import calls
@@ -91,11 +93,14 @@ def scaled(rng: random.Random, place: Place) -> Case:
     ops = ["all_gather_matmul"] + ["matmul_reduce_scatter"] * (place.platform != "cpu")
     lead = (*rng.choice([(), (), (2,)]), rng.choice(ROWS))
     out = rng.choice([jnp.bfloat16, jnp.bfloat16, jnp.float32])
+    # An entry for each row and column; and for each block of k, then of blocks of columns.
+    by_row, by_column = rng.random() < 0.7, rng.random() < 0.7
+    by_block = place.platform != "cpu" and rng.random() < 0.4
+    k = rng.choice([520, 1040]) if by_block else rng.choice(K)
     call = Call(
-        rng.choice(ops), lead, rng.choice(K), rng.choice(N), rng.randrange(len(lead)),
+        rng.choice(ops), lead, k, rng.choice(N), rng.randrange(len(lead)),
         jnp.float8_e4m3fn, out, transpose_rhs=rng.random() < 0.5,
     )  # fmt: skip
-    by_row, by_column = rng.random() < 0.7, rng.random() < 0.7
     f = call.bind(place.axis_name)
 
     def body(x: Any, x_scale: Any, w: Any, w_scale: Any) -> Any:
@@ -106,14 +111,23 @@ def scaled(rng: random.Random, place: Place) -> Case:
         mesh, axis = place.mesh, place.axis_name
         x, w = calls.operands(call, mesh, axis, seed=seed)
 
-        def scale_of(a: np.ndarray, each: bool, along_k: int) -> np.ndarray:
+        def scale_of(a: np.ndarray, each: bool, along_k: int, size: int) -> np.ndarray:
+            """An entry for `size` indices of a dimension other than k."""
             ndim = len(a.shape) - mesh.devices.ndim
-            shape = list(a.shape) if each else [*mesh.devices.shape, *[1] * ndim]
-            shape[along_k] = 1
-            return np.exp2(draws.uniform(-3, 3, shape)).astype(np.float32)
+            shape = [-(-n // size) for n in a.shape[-ndim:]] if each else [1] * ndim
+            shape[along_k] = -(-a.shape[along_k] // _scaled.BLOCK) if by_block else 1
+            full = (*mesh.devices.shape, *shape)
+            return np.exp2(draws.uniform(-3, 3, full)).astype(np.float32)
 
-        scales = scale_of(x, by_row, -1), scale_of(w, by_column, -1 if call.transpose_rhs else -2)
-        wide = [a.astype(np.float32) * s for a, s in zip((x, w), scales, strict=True)]
+        of_columns = _scaled.BLOCK if by_block else 1
+        scales = (
+            scale_of(x, by_row, -1, 1),
+            scale_of(w, by_column, -1 if call.transpose_rhs else -2, of_columns),
+        )
+        wide = [
+            a.astype(np.float32) * np.asarray(_scaled.spread(jnp.asarray(s), a.shape))
+            for a, s in zip((x, w), scales, strict=True)
+        ]
         want = calls.exact(call, mesh, axis, *wide)
         scale = calls.exact(call, mesh, axis, *(abs(a) for a in wide))
         terms = call.terms(place.world)
@@ -123,7 +137,7 @@ def scaled(rng: random.Random, place: Place) -> Case:
 
     return place.case(
         call.op,
-        f"{call.op} {call} with scales {by_row=} {by_column=} {np.dtype(out).name}",
+        f"{call.op} {call} with scales {by_row=} {by_column=} {by_block=} {np.dtype(out).name}",
         body,
         make,
         is_xlas=place.world == 1,
@@ -134,6 +148,53 @@ def scaled(rng: random.Random, place: Place) -> Case:
 def scaled_is_checked(place: Place) -> bool:
     """Whether kernels take such products here."""
     return place.platform == "cpu" or plans.why_unchecked(_product.EIGHT_BITS_CHECKED) is None
+
+
+def quantized_is_checked(place: Place) -> bool:
+    """Whether XLA does not divide on GPUs, where the last bit of its ratios may be off."""
+    if place.platform == "cpu":
+        return True
+    checked = plans.why_unchecked(_quantize.CHECKED) is None
+    return checked and gpu_code.arch_here() == gpu_code.HOPPER
+
+
+def quantized(rng: random.Random, place: Place) -> Case:
+    """quantize, and of the transpose: all bits."""
+    block = rng.choice([(1, -1), (1, 128), (128, 128), (-1, -1)])
+    rows, columns = (16 * rng.choice([1, 3, 8, 9, 20, 33]) for _ in range(2))
+    dtype, transpose = rng.choice(_scaled.TYPES), rng.random() < 0.7
+    of_x = rng.choice([*HALVES, jnp.float32])
+    most = _quantize.largest(dtype)
+
+    def body(x: Any) -> Any:
+        found = jflux.quantize(x, dtype, block=block, transpose=transpose)
+        return [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(found)]
+
+    def exact(x: np.ndarray) -> list[np.ndarray]:
+        """Values and scales of a matrix, in float32."""
+        rows, columns = (n if b == -1 else b for n, b in zip(x.shape, block, strict=True))
+        padded = np.pad(x, [(0, -x.shape[0] % rows), (0, -x.shape[1] % columns)])
+        blocks = padded.reshape(padded.shape[0] // rows, rows, -1, columns)
+        scale = abs(blocks).max((1, 3)) / np.float32(most)
+        whole = np.repeat(np.repeat(scale, rows, 0), columns, 1)[: x.shape[0], : x.shape[1]]
+        ratio = np.clip(x / whole, -most, most)
+        ratio = np.round(ratio) if dtype == np.int8 else ratio
+        return [ratio.astype(dtype).astype(np.float32), scale]
+
+    def make(seed: int) -> Data:
+        lead = place.mesh.devices.shape
+        x = calls.normal(seed, (*lead, rows, columns), of_x)
+        each = []
+        for at in np.ndindex(lead):
+            wide = x[at].astype(np.float32)
+            each.append(exact(wide) + (exact(wide.T) if transpose else []))
+        wants = [np.stack(one).reshape(*lead, *one[0].shape) for one in zip(*each, strict=True)]
+        zero = [Output(want, np.zeros_like(want), np.float32, 1) for want in wants]
+        return (x,), zero
+
+    types = f"{np.dtype(of_x).name} to {dtype.name}"
+    name = f"quantize {rows} x {columns} {types} {block=} {transpose=}"
+    return place.case("quantize", name, body, make)
 
 
 def large_sum(rng: random.Random, place: Place) -> Case:

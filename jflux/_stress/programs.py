@@ -147,6 +147,7 @@ def draw_case(rng: random.Random, place: cases.Place, spec: OpSpec | None = None
     kinds += [mixtures.experts, mixtures.merge]
     kinds += [attention.attention, attention.decoding, attention.ulysses]
     kinds += [products.scaled] * 2 * products.scaled_is_checked(place)
+    kinds += [products.quantized] * products.quantized_is_checked(place)
     kinds += [mixtures.dispatch] * (not place.spans)  # over nodes rows travel by a reference
     return rng.choice(kinds)(rng, place)
 

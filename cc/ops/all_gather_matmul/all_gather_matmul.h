@@ -127,6 +127,18 @@ inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, i
   return GatherGroups(c, world, rows_per_rank, n, machine);
 }
 
+// `wanted`, as a call with these weights can take it. p.n is the columns of all weights.
+inline GemmChoice FitWeights(GemmChoice wanted, const AllGatherMatmulParams& p, bool gated,
+                             bool block_scales, const Machine& machine) {
+  const int64_t rows = p.rows.Total(), k_bytes = p.k * SizeOf(p.dtype);
+  const int64_t n_bytes = p.n * SizeOf(p.dtype);
+  const GemmChoice choice =
+      gated ? ForGate(wanted, rows, p.n, k_bytes, machine,
+                      Loading(kGatherCosts, k_bytes, n_bytes / 2, p.transpose_rhs, p.rows.world))
+            : FitSplits(wanted, rows, k_bytes, kGatherSplits);
+  return block_scales ? ForBlockScales(choice, gated) : choice;
+}
+
 // CTAs that may send. With few rows all do. (One raster group of 512 or 1024 rows is faster with
 // fewer: 2 x H200.)
 inline int32_t AllGatherSenders(const AllGatherMatmulParams& p, const Machine& machine) {
@@ -144,13 +156,14 @@ struct AllGatherMatmulOperands {
     int64_t n;
     const float* bias;             // [n], or null
     void* sums;                    // as y, of what the activation is applied to; or null
-    const float* scale = nullptr;  // [n], of w; of operands of 8 bits
+    const float* scale = nullptr;  // of w: [n], or [blocks of n, blocks of k]
   } products[kMaxWeights];
   int32_t weights;
   Activation activation;
   bool gated;
-  void* gathered;                  // or null
-  const float* x_scale = nullptr;  // [outer, world * inner], of all ranks' rows
+  void* gathered;  // or null
+  Scales scales = Scales::kNone;
+  const float* x_scale = nullptr;  // of all ranks' rows: [rows], or [rows, blocks of k]
 };
 
 // Enqueues the call on `stream`. params.n is the columns of all weights.

@@ -72,6 +72,7 @@ struct AllGatherMatmulSm90 {
       int32_t n0, weight, row, k_panel_rows;  // rows from one k-panel to the next in the workspace;
                                               // 0: x
     };
+    template <typename Schedule>
     static __device__ Coords CoordsOf(const Args& args, const Schedule&, int32_t row_block,
                                       Tile tile) {
       const Columns c = ColumnsOf(args, Tile{0, tile.n});
@@ -112,6 +113,25 @@ struct AllGatherMatmulSm90 {
       ptx::PrefetchTensorMap(&args.workspace_maps[1]);
     }
   };
+
+  // With kBlockScales.
+  static __device__ BlockScales ScalesOf(const Args& args, int32_t row_block, int m64, Tile tile) {
+    const Columns columns = ColumnsOf(args, tile);
+    const int64_t k_blocks = CeilDiv<int64_t>(args.k, Config::kTileK);
+    BlockScales scales;
+    scales.SetRows(args.x_scale, args.rows,
+                   static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64, k_blocks);
+    if (Config::kTwoWeights && args.gated) {
+      const int64_t at = Quotient(columns.n0, kScaleBlock) * k_blocks;
+      scales.left = args.w_scale[0] + at;
+      scales.right = args.w_scale[1] + at;
+      scales.boundary = Config::kTileN / 2;
+    } else {
+      scales.SetColumns(args.w_scale[columns.weight], columns.n0, args.n[columns.weight],
+                        Config::kTileN, k_blocks);
+    }
+    return scales;
+  }
 
   struct Epilogue : EveryM64 {
     static __device__ bool HasRows(const Args& args, int32_t row_block, int m64) {
@@ -284,6 +304,56 @@ struct AllGatherMatmulSm90 {
 };
 
 JFLUX_GEMM_KERNEL(AllGatherMatmul);
+
+// Sets the arguments that do not depend on how rows travel.
+inline bool SetProductArgs(const AllGatherMatmulParams& p, const AllGatherMatmulOperands& operands,
+                           const GemmChoice& choice, int sm_count, const SymmetricView& view,
+                           AllGatherMatmulArgs* args, std::string* error) {
+  args->view = view;
+  args->rows = p.rows;
+  args->k = p.k;
+  TileGrid grid = GridOf(choice, p.rows.Total(), p.n, sm_count);
+  grid.tiles_n = 0;
+  args->weights = operands.weights;
+  args->activation = operands.activation;
+  args->gated = operands.gated;
+  args->out_f32 = p.out_dtype == DType::kF32;
+  args->x_scale = operands.x_scale;
+  args->no_epilogue = !args->out_f32 && args->rows.outer == 1 && !args->gated &&
+                      args->activation == Activation::kNone;
+  for (int i = 0; i < args->weights; ++i) {
+    const auto& product = operands.products[i];
+    const int64_t n = product.n;
+    args->y_data[i] = product.y;
+    args->sums_data[i] = product.sums;
+    args->bias[i] = product.bias;
+    args->w_scale[i] = product.scale;
+    args->n[i] = n;
+    args->first_tile[i] = grid.tiles_n;
+    grid.tiles_n += static_cast<int32_t>(CeilDiv<int64_t>(n, choice.tile_n));
+    args->no_epilogue &= product.bias == nullptr && product.sums == nullptr;
+    const auto encode_result = [&](CUtensorMap* map, void* data) {
+      if (args->out_f32 || data == nullptr) return true;
+      return EncodeTensorMap(map, p.out_dtype, data, {p.rows.Total(), n}, {n},
+                             {64, StoreColumns(choice)}, error);
+    };
+    if (!encode_result(&args->y[i], product.y) || !encode_result(&args->sums[i], product.sums) ||
+        !EncodeRhsMap(&args->w[i], p.dtype, product.w, p.k, n, p.transpose_rhs, args->gated, choice,
+                      error)) {
+      return false;
+    }
+  }
+  if (args->gated) {
+    grid.tiles_n = static_cast<int32_t>(CeilDiv<int64_t>(args->n[0], choice.tile_n / 2));
+  }
+  args->order = GatherOrder::Make(grid, view.rank, view.world, p.rows.PerRank(),
+                                  kGemmTileM * choice.cluster_m);
+  args->num_tiles = grid.tiles_m * grid.tiles_n;
+  const int box_rows = BoxRows(p.rows.Total());
+  args->a_bytes = box_rows * kBlockBytes;
+  return EncodeTensorMap(&args->x, p.dtype, operands.x, {p.rows.PerRank(), p.k}, {p.k},
+                         {box_rows, BlockElements(p.dtype)}, error);
+}
 
 struct AllGatherMatmulInstances : AllGatherMatmulKernels {
   static constexpr OpFormats kFormats = kAllGatherMatmulFormats;

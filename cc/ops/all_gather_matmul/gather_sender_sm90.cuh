@@ -57,9 +57,11 @@ struct AllGatherMatmulArgs {
   CUtensorMap gathered_rows;      // `gathered`, to store boxes
   struct {
     int32_t m, n;
-  } first[kMostSms];                  // order.At(i), the static first tile of cluster i
-  const float* x_scale;               // of all rows of y; of operands of 8 bits
-  const float* w_scale[kMaxWeights];  // of all columns
+  } first[kMostSms];  // order.At(i), the static first tile of cluster i
+  // Of operands of 8 bits: of all rows of y and all columns; or with an entry for each k-block, and
+  // of blocks of columns (Scales).
+  const float* x_scale;
+  const float* w_scale[kMaxWeights];
 };
 static_assert(sizeof(AllGatherMatmulArgs) <= 4096);  // the limit for kernel arguments
 

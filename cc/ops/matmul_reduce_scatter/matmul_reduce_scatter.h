@@ -169,6 +169,7 @@ struct MatmulReduceScatterOperands {
   const void* residual;  // as y, or null
   // Of operands of 8 bits, of which there is one term: the scales of x's rows [outer, world *
   // inner] and of w's columns [n].
+  Scales scales = Scales::kNone;
   const float* x_scale = nullptr;
   const float* w_scale = nullptr;
 };

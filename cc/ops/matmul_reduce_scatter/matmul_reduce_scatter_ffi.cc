@@ -9,6 +9,7 @@ bool PlanMatmulReduceScatter(CallReader& reader, const Machine& machine, Fields*
                              std::string* why_not) {
   const ProductCall call = ProductCall::Read(reader);
   const int64_t first_k = reader.GetOr("first_k", call.k, 1, call.k);  // of the first term
+  const bool block_scales = reader.GetOr("block_scales", 0, 0, 1) == 1;
   if (!reader.Check(why_not)) return false;
   const MatmulReduceScatterParams p{call.rows,  call.k,         call.n,
                                     call.dtype, call.out_dtype, call.transpose_rhs};
@@ -23,8 +24,8 @@ bool PlanMatmulReduceScatter(CallReader& reader, const Machine& machine, Fields*
   const GemmChoice wanted = call.given.value_or(ChooseReduceScatter(
       p.rows.world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs));
   // Each of the CTAs that share k has some of the first term's.
-  const GemmChoice choice =
-      FitSplits(wanted, p.rows.Total(), first_k * SizeOf(p.dtype), kReduceSplits);
+  GemmChoice choice = FitSplits(wanted, p.rows.Total(), first_k * SizeOf(p.dtype), kReduceSplits);
+  if (block_scales) choice = ForBlockScales(choice);
   *plan = ProductPlan{choice, ReduceScatterSenders(p, choice, machine),
                       CudaLayoutOf(p, choice).Workspace().TotalBytes()}
               .AsFields();
@@ -33,11 +34,11 @@ bool PlanMatmulReduceScatter(CallReader& reader, const Machine& machine, Fields*
 
 struct Attributes : ProductAttributes {
   bool adds_bias = false, adds_residual = false;
-  bool scaled = false;  // the product of the one term is multiplied by scales of rows and columns
+  int64_t scales = 0;  // number of a Scales, of the one term
 
   void Read(AttributeReader& read) {
     ProductAttributes::Read(read);
-    read("adds_bias", &adds_bias)("adds_residual", &adds_residual)("scaled", &scaled);
+    read("adds_bias", &adds_bias)("adds_residual", &adds_residual)("scales", &scales);
   }
 };
 
@@ -59,7 +60,7 @@ std::optional<MatmulReduceScatterParams> ParamsOf(const ProductAttributes& a,
 struct CallOnCpu : TiledCall<kMatmulReduceScatterId, MatmulReduceScatterCpu> {
   std::string Read(const Attributes& a, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> y) {
     if (!IsCpuPlan(a.choice, a.senders)) return kMalformed;
-    if (args.size() != 2 || a.adds_bias || a.adds_residual || a.scaled) return kDoNotFit;
+    if (args.size() != 2 || a.adds_bias || a.adds_residual || a.scales != 0) return kDoNotFit;
     const auto x = *args.get<ffi::AnyBuffer>(0), w = *args.get<ffi::AnyBuffer>(1);
     const auto params = ParamsOf(a, x, w, *y);
     if (!params || !Has(kWideFormats, params->dtype)) return kDoNotFit;
@@ -76,9 +77,10 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
   std::string Read(const Attributes& a, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> y) {
     // Operands x_0 .. x_p-1, w_0 .. w_p-1, and perhaps the bias, the residual, and the scales of
     // x's rows and w's columns.
-    const size_t added = (a.adds_bias ? 1 : 0) + (a.adds_residual ? 1 : 0) + (a.scaled ? 2 : 0);
+    const size_t added =
+        (a.adds_bias ? 1 : 0) + (a.adds_residual ? 1 : 0) + (a.scales != 0 ? 2 : 0);
     const size_t count = args.size() < added ? 0 : (args.size() - added) / 2;
-    if (count < 1 || (a.scaled && count > 1) || count > kMaxWeights ||
+    if (!IsScales(a.scales) || count < 1 || (a.scales != 0 && count > 1) || count > kMaxWeights ||
         args.size() != 2 * count + added) {
       return kDoNotFit;
     }
@@ -110,15 +112,20 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
       }
       arrays.residual = residual.untyped_data();
     }
-    if (a.scaled) {
+    arrays.scales = static_cast<Scales>(a.scales);
+    const bool of_blocks = arrays.scales == Scales::kOfBlocks;
+    if (a.scales != 0) {
       if (SizeOf(p.dtype) != 1) return kDoNotFit;
-      arrays.x_scale = floats(next, p.rows.Total());
-      arrays.w_scale = floats(next + 1, p.n);
+      const int64_t k_blocks = of_blocks ? CeilDiv<int64_t>(p.k, kScaleBlock) : 1;
+      arrays.x_scale = floats(next, p.rows.Total() * k_blocks);
+      arrays.w_scale =
+          floats(next + 1, of_blocks ? CeilDiv<int64_t>(p.n, kScaleBlock) * k_blocks : p.n);
       if (arrays.x_scale == nullptr || arrays.w_scale == nullptr) return "a scale does not fit";
     }
     if (!ReadPlan(a) || !WhyNoKernel(p).empty() ||
         !SharesK(plan.choice, p.rows.Total(), arrays.products[0].k * SizeOf(p.dtype),
-                 kReduceSplits)) {
+                 kReduceSplits) ||
+        (of_blocks && !(ForBlockScales(plan.choice) == plan.choice))) {
       return kNoKernel;
     }
     return "";

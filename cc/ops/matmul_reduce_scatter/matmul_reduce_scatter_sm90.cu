@@ -27,7 +27,7 @@ bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
   args.signature = SignatureOf(p.Signature(), site, choice);
   args.op = static_cast<uint32_t>(kMatmulReduceScatterId);
   return LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,
-                                       device.sm_count, stream, error);
+                                       device.sm_count, stream, error, operands.scales);
 }
 
 }  // namespace jflux

@@ -54,9 +54,11 @@ struct MatmulReduceScatterArgs {
   // 4-d: k, inner, outer, world; with outer == 1 all rows are `inner`.
   CUtensorMap x[kMaxWeights];
   CUtensorMap w[kMaxWeights];
-  CUtensorMap y;         // 16-bit types
-  const float* x_scale;  // of all rows; of operands of 8 bits
-  const float* w_scale;  // of all columns
+  CUtensorMap y;  // 16-bit types
+  // Of operands of 8 bits: of all rows and all columns; or with an entry for each k-block, and of
+  // blocks of columns (Scales).
+  const float* x_scale;
+  const float* w_scale;
 };
 
 template <typename Config_>
@@ -164,6 +166,16 @@ struct MatmulReduceScatterSm90 {
   static __device__ int64_t FirstLocalRow(const Args& args, int32_t row_block, int m64) {
     return static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64 -
            args.view.rank * args.rows.PerRank();
+  }
+
+  // With kBlockScales, where there is one term.
+  static __device__ BlockScales ScalesOf(const Args& args, int32_t row_block, int m64, Tile tile) {
+    const int64_t k_blocks = CeilDiv<int64_t>(args.k[0], Config::kTileK);
+    BlockScales scales;
+    scales.SetRows(args.x_scale, args.rows,
+                   static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64, k_blocks);
+    scales.SetColumns(args.w_scale, FirstColumn<Config>(tile), args.n, Config::kTileN, k_blocks);
+    return scales;
   }
 
   struct Epilogue : EveryM64 {

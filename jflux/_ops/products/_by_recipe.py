@@ -276,7 +276,7 @@ def _backward(
         return [*dxs, *dws, *dadded, *[None] * len(states), *copies]
     dys = [cotangents[i] for i in given]
     dstate = _next_state(state, [*magnitudes, of_dy.largest(dys)], states, recipe) if state else []
-    turns = recipe.dw == recipe.dy.block and not params.moves_product
+    turns = recipe.dw is not None and recipe.dw[1] == recipe.dy and not params.moves_product
     turns = turns and any(w is not None for w in w_types)
     quantized = [recipe.dy.of_rows(dy, turns, of_dy.scale) for dy in dys]
     moved: Sequence[Any] = [one for one, _ in quantized]
@@ -342,9 +342,8 @@ def _weight_gradient(
     if recipe.dw is None:
         wide = dy.dequantize(WIDE) if isinstance(dy, Scaled) else dy.astype(WIDE)
         return _lax.weight_gradient(x.dequantize(WIDE), wide, params.transpose_rhs, dtype, None)
-    lhs, rhs = _along_rows(x, recipe.x, recipe.dw), turned
-    if rhs is None:
-        rhs = _along_rows(dy, recipe.dy, recipe.dw)
+    of_x, of_dy = recipe.dw
+    lhs, rhs = _along_rows(x, of_x), _along_rows(dy, of_dy) if turned is None else turned
     if params.transpose_rhs:
         lhs, rhs = rhs, lhs
     return _matmul(
@@ -353,13 +352,13 @@ def _weight_gradient(
     )  # fmt: skip
 
 
-def _along_rows(a: jax.Array | Scaled, of: Format, block: tuple[int, int]) -> Scaled:
+def _along_rows(a: jax.Array | Scaled, form: Format) -> Scaled:
     """a [..., columns] as [columns, rows], for a sum over its rows."""
     if isinstance(a, Scaled):
-        if a.scale.size == 1 and block == (-1, -1):
+        if a.scale.size == 1 and form.block == (-1, -1) and a.dtype == form.dtype:
             return Scaled(in_rows(a.values).T, a.scale.reshape(1, 1))
         a = a.dequantize(WIDE)  # exact of scales that are powers of two
-    return dataclasses.replace(of, block=block).quantize(in_rows(a).T)
+    return form.quantize(in_rows(a).T)
 
 
 _product = differentiated(

@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Required, TypedDict
+from typing import TYPE_CHECKING, Any, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,11 @@ from ..._call.plans import Arrays, Machine
 from ..._native import MAX_RANKS, MAX_WEIGHTS
 from ..._ranks import meshes
 from .. import _lax, _scaled
-from .._recipe import AnyRecipe
 from .._spec import Layout
 from ._product_plan import padded
+
+if TYPE_CHECKING:
+    from .._recipe import AnyRecipe  # which imports this module, by `quantize`
 
 #: The name that `jax.checkpoint` policies know a product's y by, where it has no activation.
 PRODUCT = "jflux_product"
@@ -42,7 +44,6 @@ DTYPES = dtypes()
 
 #: Why `lax` takes a call of operands with scales.
 NO_KERNEL_SCALES = "no kernel takes operands with a scale yet"
-NO_KERNEL_BLOCKS = "no kernel takes scales with several entries along k yet"
 #: Why `lax` takes a call under ``check_vma=True``.
 NO_KERNEL_REDUCES = "{}: kernels have no types of sums that are still to be made"
 
@@ -250,10 +251,16 @@ def why_unchecked(arrays: Arrays, params: Any, machine: Machine) -> str | None:
     """Why kernels do not take a product of 8 bits, or not yet, or None."""
     if not machine.on_gpus or arrays[0].dtype.itemsize > 1:
         return None
-    wanted = params.precision if isinstance(params.precision, tuple) else (params.precision,)
-    if lax.Precision.HIGHEST in wanted:
+    why = why_imprecise(params.precision, params.scales)
+    return why or plans.why_unchecked(EIGHT_BITS_CHECKED)
+
+
+def why_imprecise(precision: Any, scales: _scaled.Scales) -> str | None:
+    """Why kernels that multiply 8 bits do not take a call with this precision, or None. With scales
+    of blocks they add in float32."""
+    if _scaled.is_highest(precision) and scales is not _scaled.Scales.OF_BLOCKS:
         return "tensor cores keep fewer bits of sums of 8-bit floats than precision=HIGHEST wants"
-    return plans.why_unchecked(EIGHT_BITS_CHECKED)
+    return None
 
 
 def why_no_kernel(

@@ -31,6 +31,7 @@ class Sizes:
       dtype, w_dtype, out_dtype: of x, of w (None: x's), and of y.
       first_k: of the first term alone, if there are several.
       gated: whether two weights make one result.
+      block_scales: whether scales have an entry for each block of k.
       split_rows, concat_rows: of an all-to-all: whether shards are rows of what is sent, and of
         what is put together.
     """
@@ -49,6 +50,7 @@ class Sizes:
     split_rows: bool = False
     concat_rows: bool = False
     w_dtype: np.dtype | None = None
+    block_scales: bool = False
 
     @property
     def rows(self) -> int:
@@ -72,6 +74,7 @@ class Sizes:
         options = {
             "first_k": self.first_k,
             "gated": self.gated,
+            "block_scales": self.block_scales,
             "split_rows": self.split_rows,
             "concat_rows": self.concat_rows,
         }

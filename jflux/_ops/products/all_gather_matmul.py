@@ -31,7 +31,7 @@ from .._epilogue import PREACTIVATION as PREACTIVATION
 from .._epilogue import Epilogue
 from .._lax import several
 from .._recipe import AnyRecipe, Weight
-from .._scaled import Operand, Scaled
+from .._scaled import Operand, Scaled, Scales
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import exchange
 from . import _by_recipe, _product, _product_plan
@@ -64,6 +64,11 @@ class Params:
     precision: Any = None
     epilogue: Epilogue | None = None
     prepared: str | None = None
+
+    @property
+    def scales(self) -> Scales:
+        """Of the operands."""
+        return Scales.NONE if self.epilogue is None else self.epilogue.scales
 
 
 class Options(_product.Options, total=False):
@@ -263,8 +268,7 @@ def all_gather_matmul(
     if isinstance(x, Scaled):
         constants = _scaled.constants(x, *ws)
         x, *rest = constants
-        if _scaled.has_blocks_of_k(*constants, transpose_rhs=transpose_rhs):
-            no_kernel = _product.NO_KERNEL_BLOCKS
+        no_kernel = _scaled.why_no_kernel(*constants, transpose_rhs=transpose_rhs)
     elif (narrow := _product.default_dtype(OP, x, ws)) is not None:
         if preferred_element_type is None:
             preferred_element_type = narrow
@@ -286,10 +290,11 @@ def all_gather_matmul(
     of_rows = None
     if isinstance(x, Scaled):
         epilogue = epilogue or Epilogue((False,) * len(ws))
-        epilogue = dataclasses.replace(epilogue, scaled=True)
-        of_columns = [_scaled.of_columns(one, transpose_rhs) for one in ws]
-        names = meshes.as_tuple(axis_name)
-        of_rows = exchange.bind("all_gather", _scaled.of_rows(x), names, world, None, dimension)
+        scales = _scaled.scales_of(x, *ws, transpose_rhs=transpose_rhs, precision=precision)
+        epilogue = dataclasses.replace(epilogue, scales=scales)
+        of_columns = [_scaled.of_columns(one, transpose_rhs, scales) for one in ws]
+        names, own = meshes.as_tuple(axis_name), _scaled.of_rows(x, scales)
+        of_rows = exchange.bind("all_gather", own, names, world, None, dimension)
         after += [of_rows, *of_columns]
         x, ws = x.values, tuple(one.values for one in ws)
     params = Params(
@@ -657,7 +662,7 @@ def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """A call over two levels. A rank receives the x of the ranks with its place on other nodes. For
     each node, the ranks of a node gather these x among themselves and multiply them."""
     x, *operands = arrays
-    if params.epilogue is not None and params.epilogue.scaled:  # of rows of all nodes
+    if params.scales:  # of rows of all nodes
         return _with_epilogue_after(x, *operands, params=params)
     levels = _two_level_plan.levels_of(plan)
     inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local)
@@ -680,10 +685,11 @@ def _of_gathered(gathered: Any, *operands: Any, params: Params) -> list[Any]:
     if params.results == ("gathered",):
         return [gathered]
     ws, after = _weights(operands, params)
-    exact = params.out_dtype if params.epilogue is None else params.epilogue.exact(params.out_dtype)
-    wide = dataclasses.replace(params, out_dtype=exact)
-    ys = [_multiply(gathered, w, wide) for w in ws]
-    return _finished(ys, after, gathered, params)
+    ys, sums = _epilogue.of_products(
+        gathered, ws, after, params.epilogue, params.out_dtype, params.precision,
+        params.transpose_rhs,
+    )  # fmt: skip
+    return _in_order(params, ys, sums, gathered)
 
 
 def _multiply(gathered: Any, w: Any, params: Params) -> Any:
@@ -701,6 +707,8 @@ def _finished(
 
 
 def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
+    if params.scales is Scales.OF_BLOCKS and platform == "cpu":
+        return "kernels take scales of blocks on GPUs alone"
     x, *operands = arrays
     ws, _ = _weights(operands, params)
     return _product.why_no_kernel([(x, w) for w in ws], params, platform, OP)
@@ -721,6 +729,7 @@ def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
         out_dtype=params.out_dtype,
         transpose_rhs=params.transpose_rhs,
         gated=params.epilogue is not None and params.epilogue.gated,
+        block_scales=params.scales is Scales.OF_BLOCKS,
         w_dtype=None if ws[0].dtype == x.dtype else ws[0].dtype,
     )
 
@@ -759,6 +768,8 @@ def _with_epilogue_after(
     x: Any, *operands: Any, params: Params, prepared: str | None = None
 ) -> list[Any]:
     """The call as one without an epilogue, which follows it."""
+    if params.scales is Scales.OF_BLOCKS:  # no sums over all of k
+        return _reference((x, *operands), params)
     ws, after = _weights(operands, params)
     gathers = "gathered" in params.results
     without = dataclasses.replace(
@@ -817,6 +828,8 @@ def _canonical_epilogue(arrays: Arrays, params: Params, machine: Machine) -> Any
     x, *operands = arrays
     assert params.epilogue is not None
     ws, _ = _weights(operands, params)
+    if not machine.on_gpus and params.scales is Scales.OF_BLOCKS:
+        return None
     if not machine.on_gpus or len(ws) > _product.MAX_WEIGHTS:
         return functools.partial(
             _with_epilogue_after, params=params, prepared=_product.EPILOGUE_AFTER
@@ -854,7 +867,7 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
         "activation": np.int64(epilogue.number),
         "biased": np.array(epilogue.biased, np.int64),
         "gated": bool(epilogue.gated),
-        "scaled": bool(epilogue.scaled),
+        "scales": np.int64(epilogue.scales),
         "sums": "sums" in params.results,
         **_product_plan.attributes(_sizes((x, *operands), params), plan),
     }

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from ... import _config
+from ..._call import local_ops, tuning_tables
+from ..._call.forms import Op, ShapeDtype
+from ..._call.plans import Arrays, Plan
+from ..._call.primitives import make_primitive
 from .. import _epilogue, _lax, _recipe, _scaled
+from .._epilogue import Epilogue
 from .._lax import several
 from .._recipe import AnyRecipe, Weight
 from .._scaled import Operand, Scaled
-from . import _by_recipe, _product
+from . import _by_recipe, _product, _product_plan
 
 OP = "matmul"
 
@@ -30,15 +39,17 @@ def matmul(
     precision: lax.PrecisionLike = None,
     recipe: AnyRecipe | None = None,
 ) -> Any:
-    """``x @ w`` on one rank, by `lax.dot_general`; operands may have scales::
+    """``x @ w`` on one rank; operands may have scales::
 
         x [..., m, k]   w [k, n]   ->   y [..., m, n]
 
     A product of scaled operands sums their values in float32, or int8 in int32. If neither scale
-    has several entries along k, the sum is multiplied by x's scale and by w's: XLA makes one
-    product of 8 bits of that. Otherwise every 128 of k are summed and multiplied so by themselves,
-    in a loop, and the products added in float32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2):
-    what is meant, and slow, until a kernel does it.
+    has several entries along k, the sum is multiplied by x's scale and by w's. Otherwise every 128
+    of k are summed and multiplied so by themselves, and the products added in float32 (DeepSeek-V3,
+    arXiv 2412.19437, section 3.3.2). On Hopper a kernel does it for float8_e4m3fn, k and n that are
+    multiples of 16, and scales of blocks of k of w that are for 128 columns each; a w [k, n] is
+    transposed first. What it does not take, and operands without scales, are `lax.dot_general`'s,
+    blocks in a loop.
 
     Args:
       x: [..., m, k]; an array or a :class:`jflux.Scaled`, or what stands for one: a pair (values,
@@ -91,8 +102,169 @@ def matmul(
             OP, x, w, recipe=recipe, transpose_rhs=transpose_rhs, out=out, precision=precision,
             bias=bias, activation=activation, gated=gated,
         )  # fmt: skip
-    wide = out if epilogue is None else _epilogue.sum_dtype(out)
-    ys = [_lax.matmul(x, one, wide, precision, transpose_rhs) for one in ws]
-    if epilogue is not None:
-        ys, _ = _epilogue.apply(epilogue, ys, [b for b in biases if b is not None], out)
-    return tuple(ys) if isinstance(w, tuple | list) and not gated else ys[0]
+    is_one = gated or not isinstance(w, tuple | list)
+    given = [b for b in biases if b is not None]
+    if isinstance(x, Scaled):
+        ys = _with_scales(x, ws, given, epilogue or Epilogue((False,) * len(ws)), out, precision,
+                          transpose_rhs)  # fmt: skip
+    else:
+        wide = out if epilogue is None else _epilogue.sum_dtype(out)
+        ys = [_lax.matmul(x, one, wide, precision, transpose_rhs) for one in ws]
+        if epilogue is not None:
+            ys, _ = _epilogue.apply(epilogue, ys, given, out)
+    return ys[0] if is_one else tuple(ys)
+
+
+# ---- Of operands with scales ---------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A call, less its operands: x [rows, k], each w, and what its epilogue takes."""
+
+    epilogue: Epilogue
+    out_dtype: np.dtype
+    precision: Any
+    transpose_rhs: bool
+
+
+def _with_scales(
+    x: Scaled,
+    ws: Sequence[Scaled],
+    biases: Sequence[jax.Array],
+    epilogue: Epilogue,
+    out: np.dtype,
+    precision: lax.PrecisionLike,
+    transpose_rhs: bool,
+) -> Sequence[jax.Array]:
+    x, *ws = _scaled.constants(x, *ws)
+    wide = _epilogue.sum_dtype(out)
+    biases = [jnp.asarray(b).astype(wide) for b in biases]
+    why = _scaled.why_no_kernel(x, *ws, transpose_rhs=transpose_rhs)
+    if why or any(0 in one.shape for one in (x, *ws)):
+        if why:
+            _config.fall_back(OP, why)
+        ys = [_lax.matmul(x, one, wide, precision, transpose_rhs) for one in ws]
+        return _epilogue.apply(epilogue, ys, biases, out)[0]
+    scales = _scaled.scales_of(x, *ws, transpose_rhs=transpose_rhs, precision=precision)
+    of_rows = _scaled.of_rows(x, scales)
+    of_columns = [_scaled.of_columns(one, transpose_rhs, scales) for one in ws]
+    params = Params(dataclasses.replace(epilogue, scales=scales), out, precision, transpose_rhs)
+    k = x.shape[-1]
+    ys = _primitive.bind(
+        x.values.reshape(-1, k), *(one.values for one in ws), *biases,
+        of_rows.reshape(-1, of_rows.shape[-1]), *of_columns, params=params,
+    )  # fmt: skip
+    return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in ys]
+
+
+def _split(operands: Sequence[Any], params: Params) -> tuple[Sequence[Any], Sequence[Any]]:
+    """(ws, operands of the epilogue) of what follows x."""
+    count = len(params.epilogue.biased)
+    return operands[:count], operands[count:]
+
+
+def _shapes(arrays: Arrays, params: Params) -> list[ShapeDtype]:
+    x, *operands = arrays
+    ws, _ = _split(operands, params)
+    sums: list[ShapeDtype] = [
+        ((x.shape[0], _product.columns(w, params.transpose_rhs)), params.out_dtype) for w in ws
+    ]
+    return sums[: params.epilogue.results]
+
+
+def _reference(arrays: Arrays, params: Params) -> list[jax.Array]:
+    x, *operands = arrays
+    ws, after = _split(operands, params)
+    ys, _ = _epilogue.of_products(
+        x, ws, after, params.epilogue, params.out_dtype, params.precision, params.transpose_rhs
+    )
+    return ys
+
+
+def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
+    x, *operands = arrays
+    ws, _ = _split(operands, params)
+    if len(ws) > _product.MAX_WEIGHTS:
+        return f"{len(ws)} weights, the kernel takes up to {_product.MAX_WEIGHTS}"
+    for w in ws:
+        if why := _product.kernel_takes(x, w, params.out_dtype, 1, platform, OP):
+            return why
+        if why := _product.why_imprecise(params.precision, params.epilogue.scales):
+            return why
+        if not _product_plan.in_vectors([x], [w]):
+            vector = _product_plan.vector(x.dtype)
+            return f"x is {x.shape} and w {w.shape}; the kernel takes multiples of {vector}"
+    return None
+
+
+def _prepare(arrays: Arrays, params: Params) -> list[Any]:
+    """Tensor cores take operands of 8 bits along k alone."""
+    x, *operands = arrays
+    ws, after = _split(operands, params)
+    return [x, *(w if params.transpose_rhs else w.T for w in ws), *after]
+
+
+def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    epilogue = params.epilogue
+    return {
+        "activation": np.int64(epilogue.number),
+        "biased": np.array(epilogue.biased, np.int64),
+        "gated": bool(epilogue.gated),
+        "scales": np.int64(epilogue.scales),
+        "sums": False,
+        "tile": _forced_tile(),
+    }
+
+
+def _forced_tile() -> np.ndarray:
+    """(columns, cluster_m) that `tuning_tables.force` asks for; empty: what C++ takes for the
+    fastest."""
+    choice = _config.config.current().configuration
+    if isinstance(choice, tuning_tables.Choice):
+        return np.array((choice.tile_n, choice.cluster_m), np.int64)
+    return np.zeros(0, np.int64)
+
+
+def _flops(arrays: Arrays, params: Params) -> int:
+    x, *operands = arrays
+    ws, _ = _split(operands, params)
+    return sum(_product.flops(x, w, params.transpose_rhs) for w in ws)
+
+
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
+    x, *rest = operands
+    of_rows = len(operands) - 1 - len(params.epilogue.biased)
+    if {i for i, d in enumerate(dims) if d is not None} != {0, of_rows}:
+        return _product.bind_one_by_one(primitive, operands, dims, params=params)
+    # A batch of rows is more rows.
+    count = x.shape[dims[0]]
+    flat = list(operands)
+    for i in (0, of_rows):
+        flat[i] = jnp.moveaxis(flat[i], dims[i], 0)
+        flat[i] = flat[i].reshape(-1, flat[i].shape[-1])
+    ys = primitive.bind(*flat, params=params)
+    return [y.reshape(count, -1, y.shape[-1]) for y in ys], [0] * len(ys)
+
+
+_primitive = make_primitive(
+    Op(
+        name=OP,
+        result_shapes=_shapes,
+        reference=_reference,
+        forms=(
+            local_ops.kernel(
+                OP,
+                why_not=_why_not,
+                attributes=_attributes,
+                checked_on_gpus=_product.EIGHT_BITS_CHECKED,
+                on_cpus=False,
+                is_optional=True,
+                prepare=_prepare,
+            ),
+        ),
+        batch=_batch,
+        flops=_flops,
+        is_local=True,
+    )
+)

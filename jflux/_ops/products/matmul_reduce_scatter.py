@@ -28,7 +28,7 @@ from .. import _epilogue, _lax, _recipe, _scaled, _two_level, _two_level_plan
 from .._collective import Collective, axis
 from .._lax import several
 from .._recipe import AnyRecipe, Weight
-from .._scaled import Operand, Scaled
+from .._scaled import Operand, Scaled, Scales
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import exchange
 from . import _by_recipe, _product, _product_plan
@@ -47,8 +47,8 @@ class Params:
 
     Attributes:
       added: which of ("bias", "residual") are added to what is scattered, in this order.
-      scaled: whether a rank's product, of one term, is multiplied by the scale of x's rows
-        [..., m, 1] and that of w's columns [n]: the last two operands.
+      scales: of a rank's product, of one term: the last two operands are that of x's rows and that
+        of w's columns (`_scaled.of_rows`, `_scaled.of_columns`).
     """
 
     axis_names: tuple[Any, ...]
@@ -58,7 +58,7 @@ class Params:
     out_dtype: np.dtype
     precision: Any = None
     added: tuple[str, ...] = ()
-    scaled: bool = False
+    scales: Scales = Scales.NONE
     prepared: str | None = None
 
 
@@ -180,14 +180,15 @@ def matmul_reduce_scatter(
             OP, x, w, recipe=recipe, axis_name=axis_name, scatter_dimension=dimension,
             transpose_rhs=transpose_rhs, bias=bias, residual=residual, out=out, precision=precision,
         )  # fmt: skip
-    no_kernel, scaled = None, isinstance(xs[0], Scaled)
-    if scaled:
+    no_kernel, scales = None, Scales.NONE
+    if isinstance(xs[0], Scaled):
         constants = _scaled.constants(*xs, *ws)
         xs, ws = constants[: len(xs)], constants[len(xs) :]
         if len(xs) > 1:
             no_kernel = "no kernel takes several terms with scales"
-        elif _scaled.has_blocks_of_k(*xs, *ws, transpose_rhs=transpose_rhs):
-            no_kernel = _product.NO_KERNEL_BLOCKS
+        else:
+            no_kernel = _scaled.why_no_kernel(*xs, *ws, transpose_rhs=transpose_rhs)
+            scales = _scaled.scales_of(*xs, *ws, transpose_rhs=transpose_rhs, precision=precision)
     if _product.is_for_lax(OP, axis_name, *xs, *ws, bias, residual, no_kernel=no_kernel):
         return reference(
             x, w, axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
@@ -198,14 +199,14 @@ def matmul_reduce_scatter(
         bias = jnp.asarray(bias).astype(_epilogue.sum_dtype(out))
     given = {"bias": bias, "residual": residual}
     added = [a for a in given.values() if a is not None]
-    if scaled:
-        added += [_scaled.of_rows(xs[0]), _scaled.of_columns(ws[0], transpose_rhs)]
+    if scales:
+        added += [_scaled.of_rows(xs[0], scales), _scaled.of_columns(ws[0], transpose_rhs, scales)]
         xs, ws = (xs[0].values,), (ws[0].values,)
     for one, weight in zip(xs, ws, strict=True):
         _product.warn_if_same(OP, axis_name, "x", one, weight)
     params = Params(
         added=tuple(name for name, a in given.items() if a is not None),
-        scaled=scaled,
+        scales=scales,
         axis_names=meshes.as_tuple(axis_name),
         world=world,
         scatter_dimension=dimension,
@@ -410,15 +411,14 @@ def _terms(
 
 def _scales(operands: Sequence[Any], params: Params) -> Sequence[Any]:
     """Those of rows and of columns, if there are any."""
-    return operands[len(operands) - 2 :] if params.scaled else []
+    return operands[len(operands) - 2 :] if params.scales else []
 
 
 def _scaled_product(x: Any, w: Any, scales: Sequence[Any], params: Params) -> Any:
     """A rank's product, in y's type."""
-    wide = _epilogue.sum_dtype(params.out_dtype)
-    product = _lax.matmul(x, w, wide, params.precision, params.transpose_rhs)
     of_rows, of_columns = scales
-    return (product * of_rows * _epilogue.in_rows(of_columns, product)).astype(params.out_dtype)
+    product = _scaled.product(x, w, of_rows, of_columns, params.precision, params.transpose_rhs)
+    return product.astype(params.out_dtype)
 
 
 def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
@@ -432,7 +432,7 @@ def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
 def _reference(arrays: Arrays, params: Params) -> list[Any]:
     operands = arrays
     xs, ws, added = _terms(operands, params)
-    if params.scaled:
+    if params.scales:
         partial = _scaled_product(xs[0], ws[0], _scales(operands, params), params)
     else:
         partial = _lax.sum_of_products(
@@ -446,7 +446,7 @@ def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """Products, and their sum over the ranks, which has a plan of its own."""
     operands = arrays
     xs, ws, added = _terms(operands, params)
-    if params.scaled:
+    if params.scales:
         partial = _scaled_product(xs[0], ws[0], _scales(operands, params), params)
     else:
         partial = _sum_of_products(xs, ws, params)
@@ -481,7 +481,7 @@ def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Ste
 def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """A call over two levels. Each node sums its own products. Then each rank sums the results of
     the ranks with its place on all nodes."""
-    if params.scaled:
+    if params.scales:
         return _reference(arrays, params)
     xs, ws, added = _terms(arrays, params)
     levels = _two_level_plan.levels_of(plan)
@@ -525,6 +525,7 @@ def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
         out_dtype=params.out_dtype,
         transpose_rhs=params.transpose_rhs,
         first_k=xs[0].shape[-1],
+        block_scales=params.scales is Scales.OF_BLOCKS,
     )
 
 
@@ -597,7 +598,9 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
             wide = [_product.pad_last(a, 1, xs[0].dtype) for a in added]
             if scales:
                 of_rows, of_columns = _scales(operands, params)
-                wide += [of_rows, _product.pad_last(of_columns, 1, xs[0].dtype)]
+                if params.scales is Scales.OF_SUMS:
+                    of_columns = _product.pad_last(of_columns, 1, xs[0].dtype)
+                wide += [of_rows, of_columns]
             (y,) = bind(_product.PADDED, *_product.pad_to_vectors(xs, ws), *wide)
             return [y[..., :n]]
 
@@ -629,7 +632,7 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     return {
         "adds_bias": "bias" in params.added,
         "adds_residual": "residual" in params.added,
-        "scaled": params.scaled,
+        "scales": np.int64(params.scales),
         **_product_plan.attributes(_sizes(operands, params), plan),
     }
 
@@ -640,7 +643,7 @@ def _flops(arrays: Arrays, params: Params) -> int:
 
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
-    if params.scaled:
+    if params.scales:
         reference = lambda *operands: _reference(operands, params)  # noqa: E731
         return jax.vmap(reference, in_axes=tuple(dims))(*operands), [0]
     if params.added:

@@ -26,26 +26,34 @@ struct Case {
   bool transpose_rhs, return_gathered;
   GemmChoice choice;
   TestHooks hooks = {};
-  bool float32 = false;  // results of operands of 8 bits
+  // Of operands of 8 bits.
+  Scales scales = Scales::kNone;
+  bool float32 = false;  // results
+
+  int64_t KBlocks() const {
+    return scales == Scales::kOfBlocks ? CeilDiv<int64_t>(k, kScaleBlock) : 1;
+  }
+  int64_t ColumnBlock() const { return scales == Scales::kOfBlocks ? kScaleBlock : 1; }
 };
 
 // All ranks' operands of type T and results of type R of one call. Operands of 8 bits have scales.
 template <typename T, typename R>
 struct Call {
-  static constexpr bool kScaled = sizeof(T) == 1;
   std::vector<Array<T>> x, w, gathered;
   std::vector<Array<R>> y;
   std::vector<Array<float>> w_scale;
-  Array<float> x_scale;  // of all rows, as y has them
+  Array<float> x_scale;  // of all rows, as y has them, and of each block of k
 
   Call(const Case& c, std::mt19937& random)
-      : x_scale(RandomArray<float>(random, kScaled ? c.rows.Total() : 0)) {
+      : x_scale(RandomArray<float>(random,
+                                   c.scales != Scales::kNone ? c.rows.Total() * c.KBlocks() : 0)) {
     for (int rank = 0; rank < c.rows.world; ++rank) {
       x.push_back(RandomArray<T>(random, c.rows.PerRank() * c.k));
       w.push_back(RandomArray<T>(random, c.k * c.n));
       y.emplace_back(c.rows.Total() * c.n);
       gathered.emplace_back(c.rows.Total() * c.k);
-      w_scale.push_back(RandomArray<float>(random, kScaled ? c.n : 0));
+      const int64_t columns = CeilDiv<int64_t>(c.n, c.ColumnBlock()) * c.KBlocks();
+      w_scale.push_back(RandomArray<float>(random, c.scales != Scales::kNone ? columns : 0));
     }
   }
 
@@ -58,11 +66,21 @@ struct Call {
     for (int64_t v = 0; v < c.rows.Total(); ++v) virtual_row[c.rows.Actual(v)] = v;
     int64_t wrong = simt::CountWrong(y[rank], [&](int64_t i) {
       const int64_t v = virtual_row[i / c.n], column = i % c.n;
-      simt::Sum sum;
-      for (int64_t l = 0; l < c.k; ++l) {
-        sum.Add(x_at(v, l) * w[rank][c.transpose_rhs ? column * c.k + l : l * c.n + column]);
+      simt::Sum total;
+      const int64_t blocks = c.KBlocks(), size = blocks == 1 ? c.k : kScaleBlock;
+      for (int64_t kb = 0; kb < blocks; ++kb) {
+        simt::Sum sum;
+        for (int64_t l = kb * size; l < Min(c.k, (kb + 1) * size); ++l) {
+          sum.Add(x_at(v, l) * w[rank][c.transpose_rhs ? column * c.k + l : l * c.n + column]);
+        }
+        if (c.scales != Scales::kNone) {
+          sum = sum * simt::Sum(x_scale[i / c.n * blocks + kb] *
+                                w_scale[rank][column / c.ColumnBlock() * blocks + kb]);
+        }
+        total.value += sum.value;
+        total.size += sum.size;
       }
-      return kScaled ? sum * simt::Sum(x_scale[i / c.n] * w_scale[rank][column]) : sum;
+      return total;
     });
     if (c.return_gathered) {
       wrong += simt::CountWrong(gathered[rank], [&](int64_t i) {
@@ -94,7 +112,8 @@ int64_t RunOf(const Case& c, uint32_t seed) {
         operands.x = calls[i].x[rank].get();
         operands.products[0] = {calls[i].w[rank].get(), calls[i].y[rank].get(), c.n, nullptr,
                                 nullptr};
-        if (sizeof(T) == 1) {
+        operands.scales = c.scales;
+        if (c.scales != Scales::kNone) {
           operands.x_scale = calls[i].x_scale.get();
           operands.products[0].scale = calls[i].w_scale[rank].get();
         }
@@ -136,12 +155,16 @@ TEST(GathersAndMultiplies) {
   }
 }
 
+constexpr Scales kOfSums = Scales::kOfSums, kOfBlocks = Scales::kOfBlocks;
 const Case kScaledCases[] = {
-    {{2, 1, 100}, 144, 208, true, true, {192, 1, 1}},
-    {{3, 2, 70}, 272, 272, true, false, {128, 1, 2}, {0, 100}, /*float32=*/true},
-    {{2, 1, 24}, 528, 144, true, false, {128, 1, 1, 2}, {0, 100}},  // two CTAs share k
-    {{2, 1, 256}, 144, 240, true, true, {224, 2, 1}},               // with a lent stage
-    {{3, 1, 90}, 400, 272, true, false, {256, 2, 1}, {0, 100}},
+    {{2, 1, 100}, 144, 208, true, true, {192, 1, 1}, {}, kOfSums},
+    {{3, 2, 70}, 272, 272, true, false, {128, 1, 2}, {0, 100}, kOfSums, /*float32=*/true},
+    {{2, 1, 24}, 528, 144, true, false, {128, 1, 1, 2}, {0, 100}, kOfSums},  // two CTAs share k
+    {{2, 1, 256}, 144, 240, true, true, {224, 2, 1}, {}, kOfSums},           // with a lent stage
+    {{3, 1, 90}, 400, 272, true, false, {256, 2, 1}, {0, 100}, kOfSums},
+    {{2, 1, 100}, 144, 400, true, true, {192, 1, 1}, {}, kOfBlocks},
+    {{3, 2, 70}, 272, 272, true, false, {128, 1, 2}, {0, 100}, kOfBlocks, /*float32=*/true},
+    {{3, 1, 90}, 400, 656, true, false, {160, 2, 1}, {0, 100}, kOfBlocks},
 };
 
 TEST(MultipliesAndScalesEightBits) {

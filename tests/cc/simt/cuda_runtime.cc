@@ -1,6 +1,7 @@
 // The functions of the CUDA runtime that launchers call (runtime/kernels_cuda.cu, compiled here
 // too): devices are numbers, a launch is enqueued for simt::Run, and tensor maps are the
 // simulator's.
+#include <cstring>
 #include <map>
 #include <string>
 #include <utility>
@@ -89,6 +90,13 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
   }
   Enqueue(Launch{kernel, CurrentDevice(), config->stream, ctas, cluster,
                  static_cast<int>(config->blockDim.x), smem, args[0]});
+  return cudaSuccess;
+}
+
+// At once: before the kernels that are launched after it, and before those that wait for
+// simt::Run, which must not need what it writes over.
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+  std::memset(to, value, bytes);
   return cudaSuccess;
 }
 

@@ -256,6 +256,11 @@ inline int __float_as_int(float v) { return jflux::simt::BitsAs<int>(v); }
 inline float __uint_as_float(uint32_t v) { return jflux::simt::BitsAs<float>(v); }
 inline float __int_as_float(int v) { return jflux::simt::BitsAs<float>(v); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline int __float2int_rn(float v) {
+  constexpr float kMost = 2147483520;  // the largest float that is an int
+  return std::isnan(v) ? 0
+                       : static_cast<int>(std::nearbyint(std::min(std::max(v, -0x1p31f), kMost)));
+}
 inline float __frcp_rn(float v) { return 1 / v; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __saturatef(float v) { return std::min(std::max(v, 0.0f), 1.0f); }

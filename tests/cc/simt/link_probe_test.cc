@@ -147,10 +147,6 @@ cudaError_t cudaFreeHost(void* memory) {
   return cudaSuccess;
 }
 // Copies are made at once: the probe has waited for the kernels before them.
-cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
-  std::memset(to, value, bytes);
-  return cudaSuccess;
-}
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                             cudaStream_t) {
   std::memcpy(to, from, bytes - (to == planted.broken ? 4 : 0));

@@ -25,7 +25,12 @@ struct Case {
   int64_t second_k = 0;  // of a second product, which is summed too
   bool residual = false, bias = false;
   TestHooks hooks = {};
-  bool scaled = false;  // by powers of two, which differ by row and by column
+  Scales scales = Scales::kNone;  // powers of two, which differ by row, column and block
+
+  int64_t KBlocks() const {
+    return scales == Scales::kOfBlocks ? CeilDiv<int64_t>(k, kScaleBlock) : 1;
+  }
+  int64_t ColumnBlock() const { return scales == Scales::kOfBlocks ? kScaleBlock : 1; }
 };
 
 class DeviceCall : public MatmulReduceScatterCall {
@@ -42,15 +47,7 @@ class DeviceCall : public MatmulReduceScatterCall {
       second_x_.emplace_back(c.dtype, x);
       second_w_.emplace_back(c.dtype, w);
     }
-    for (int64_t row = 0; row < r.Total(); ++row) x_scale_.push_back(std::ldexp(1.0f, row % 5 - 2));
-    for (int64_t column = 0; column < c.n; ++column) {
-      w_scale_.push_back(std::ldexp(1.0f, column % 3 - 1));
-    }
-    if (c.scaled) {
-      for (size_t i = 0; i < sum_.size(); ++i) {
-        sum_[i] *= x_scale_[i / c.n] * w_scale_[i % c.n];
-      }
-    }
+    if (c.scales != Scales::kNone) Scale(seed);
     const Values bias = RandomIntegers(c.n, 9, seed * 100 + 90);
     if (c.bias) {
       for (size_t i = 0; i < sum_.size(); ++i) sum_[i] += bias[i % c.n];
@@ -74,7 +71,8 @@ class DeviceCall : public MatmulReduceScatterCall {
     operands.y = y_[rank].bytes.data();
     if (c_.bias) operands.bias = bias_.data();
     if (c_.residual) operands.residual = residual_[rank].bytes.data();
-    if (c_.scaled) {
+    operands.scales = c_.scales;
+    if (c_.scales != Scales::kNone) {
       operands.x_scale = x_scale_.data();
       operands.w_scale = w_scale_.data();
     }
@@ -86,6 +84,29 @@ class DeviceCall : public MatmulReduceScatterCall {
   }
 
  private:
+  // Draws operands and scales anew, and sums their products.
+  void Scale(uint32_t seed) {
+    const int64_t rows = c_.rows.Total(), blocks = c_.KBlocks();
+    const int64_t size = blocks == 1 ? c_.k : kScaleBlock;
+    for (int64_t i = 0; i < rows * blocks; ++i) x_scale_.push_back(std::ldexp(1.0f, i % 5 - 2));
+    for (int64_t i = 0; i < CeilDiv<int64_t>(c_.n, c_.ColumnBlock()) * blocks; ++i) {
+      w_scale_.push_back(std::ldexp(1.0f, i % 3 - 1));
+    }
+    sum_.assign(sum_.size(), 0);
+    for (int rank = 0; rank < c_.rows.world; ++rank) {
+      const Values x = RandomIntegers(rows * c_.k, 2, seed * 100 + rank);
+      const Values w = RandomIntegers(c_.k * c_.n, 1, seed * 100 + 50 + rank);
+      x_[rank] = Array(c_.dtype, x);
+      w_[rank] = Array(c_.dtype, w);
+      for (int64_t i = 0; i < rows * c_.n; ++i) {
+        const int64_t row = i / c_.n, column = i % c_.n;
+        for (int64_t l = 0; l < c_.k; ++l) {  // w is [n, k]
+          sum_[i] += x[row * c_.k + l] * w[column * c_.k + l] * x_scale_[row * blocks + l / size] *
+                     w_scale_[column / c_.ColumnBlock() * blocks + l / size];
+        }
+      }
+    }
+  }
   void Add(const Values& v) {
     for (size_t i = 0; i < sum_.size(); ++i) sum_[i] += v[i];
   }
@@ -101,6 +122,7 @@ int64_t Run(const Case& c, uint32_t seed) {
 
 constexpr DType kBF16 = DType::kBF16, kF16 = DType::kF16, kF32 = DType::kF32;
 constexpr DType kE4M3 = DType::kF8E4M3FN;
+constexpr Scales kOfSums = Scales::kOfSums, kOfBlocks = Scales::kOfBlocks;
 constexpr TestHooks kLate{0, /*max_delay_us=*/100};
 
 const Case kCases[] = {
@@ -114,10 +136,12 @@ const Case kCases[] = {
     {{7, 1, 20}, 72, 136, kF16, kF32, true, {128, 1, 1}, 0, 0, true},
     {{8, 1, 40}, 72, 136, kBF16, kBF16, false, {128, 2, 1}, /*senders=*/2, 0, false, false, kLate},
     {{8, 1, 7}, 264, 136, kBF16, kBF16, false, {128, 1, 1, 2}, 0, 0, false, true, kLate},
-    {{2, 1, 100}, 144, 208, kE4M3, kBF16, true, {192, 1, 1}, 0, 0, false, false, {}, true},
-    {{2, 2, 128}, 144, 240, kE4M3, kBF16, true, {224, 2, 1}, 0, 0, false, false, kLate, true},
-    {{3, 1, 70}, 144, 272, kE4M3, kF32, true, {256, 2, 1}, 0, 0, true, true, kLate, true},
-    {{3, 1, 24}, 272, 144, kE4M3, kBF16, true, {128, 1, 1, 2}, 0, 0, false, false, kLate, true},
+    {{2, 1, 100}, 144, 208, kE4M3, kBF16, true, {192, 1, 1}, 0, 0, false, false, {}, kOfSums},
+    {{2, 2, 128}, 144, 240, kE4M3, kBF16, true, {224, 2, 1}, 0, 0, false, false, kLate, kOfSums},
+    {{3, 1, 70}, 144, 272, kE4M3, kF32, true, {256, 2, 1}, 0, 0, true, true, kLate, kOfSums},
+    {{3, 1, 24}, 272, 144, kE4M3, kBF16, true, {128, 1, 1, 2}, 0, 0, false, false, kLate, kOfSums},
+    {{2, 1, 100}, 144, 400, kE4M3, kF32, true, {192, 1, 1}, 0, 0, false, false, {}, kOfBlocks},
+    {{3, 1, 70}, 272, 272, kE4M3, kF32, true, {128, 2, 1}, 0, 0, true, true, kLate, kOfBlocks},
     {{3, 1, 110}, 144, 144, kE4M3, kBF16, true, {128, 1, 1}, /*senders=*/1, 80, false, true},
 };
 

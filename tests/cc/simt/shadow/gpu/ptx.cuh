@@ -92,6 +92,9 @@ inline void StoreShared16(uint32_t smem, uint4 v) { StoreTo(smem, v); }
 inline uint32_t LoadGlobal4(const void* p) { return LoadGlobal<uint32_t>(p); }
 inline uint2 LoadGlobal8(const void* p) { return LoadGlobal<uint2>(p); }
 inline uint4 LoadGlobal16(const void* p) { return LoadGlobal<uint4>(p); }
+inline uint32_t MaxHalves(uint32_t a, uint32_t b) {
+  return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xffff, b & 0xffff);
+}
 inline void StoreGlobal16(void* p, uint4 v) { std::memcpy(p, &v, sizeof(v)); }
 
 // ---- bulk copies ------------------------------------------------------------------------------

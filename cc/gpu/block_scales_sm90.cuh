@@ -1,0 +1,116 @@
+// Scales of blocks (kBlockScales): the sums of each k-block are multiplied by the scale of x's row
+// and that of w's block of kScaleBlock columns, and added to a tile's sums in float32 (DeepSeek-V3,
+// arXiv 2412.19437, section 3.3.2). So a scale varies along k, and sums keep the bits that the
+// tensor cores' own sums of 8-bit floats do not have.
+//
+// Consumers share each tile, and take turns (MmaOrder): while one multiplies a k-block on the
+// tensor cores, the other scales and adds its own. Left alone they would do the same at the same
+// time. A turn ends before the last instruction of a k-block, so that the tensor cores always have
+// one.
+//
+// An op with such kernels provides
+//
+//   ScalesOf(args, row_block, m64, tile) -> BlockScales
+#ifndef JFLUX_GPU_BLOCK_SCALES_SM90_CUH_
+#define JFLUX_GPU_BLOCK_SCALES_SM90_CUH_
+
+#include <cstdint>
+
+#include "core/platform.h"
+#include "gpu/gemm_config.h"
+#include "gpu/gemm_multiply_sm90.cuh"
+#include "gpu/gemm_smem.cuh"
+#include "gpu/ptx.cuh"
+#include "gpu/ring.cuh"
+#include "gpu/wgmma.cuh"
+
+namespace jflux {
+
+// The scales of a thread's elements of an m64 block, as rows of an entry for each k-block. The
+// columns of a tile lie in two blocks at most: its first `boundary` columns, and the others.
+struct BlockScales {
+  const float *low, *high;    // of the thread's rows (gpu/wgmma.cuh); null: y has no such row
+  const float *left, *right;  // of the columns before and from `boundary` on
+  int32_t boundary;           // a multiple of kStep
+
+  static constexpr int kStep = 32;  // columns; tiles begin at multiples of it
+
+  // Those of a k-block.
+  struct Entry {
+    float low, high, left, right;
+  };
+  __device__ __forceinline__ Entry At(int k_block) const {
+    return Entry{low == nullptr ? 0.0f : __ldg(low + k_block),
+                 high == nullptr ? 0.0f : __ldg(high + k_block), __ldg(left + k_block),
+                 __ldg(right + k_block)};
+  }
+
+  // Of an m64 block that begins at virtual row `row0`: `scale` [rows, k_blocks].
+  template <typename Rows>
+  __device__ __forceinline__ void SetRows(const float* scale, const Rows& rows, int64_t row0,
+                                          int64_t k_blocks) {
+    const int thread = threadIdx.x % 128;
+    const int64_t first = row0 + 16 * (thread / 32) + thread % 32 / 4;
+    const auto of = [&](int64_t row) {
+      return row < rows.Total() ? scale + rows.Actual(row) * k_blocks : nullptr;
+    };
+    low = of(first);
+    high = of(first + 8);
+  }
+
+  // Of a tile's columns [n0, n0 + columns) of a w, whose scale [blocks of n, k_blocks] is `scale`.
+  __device__ __forceinline__ void SetColumns(const float* scale, int64_t n0, int64_t n, int columns,
+                                             int64_t k_blocks) {
+    const int64_t block = Quotient(n0, kScaleBlock);
+    const int64_t last = Quotient(Min(n0 + columns, n) - 1, kScaleBlock);
+    left = scale + block * k_blocks;
+    right = scale + last * k_blocks;
+    boundary = static_cast<int32_t>((block + 1) * kScaleBlock - n0);
+  }
+};
+
+// total += a tile's scaled k-blocks. `turn` is the parity of the consumer's next turn.
+// release(stage) is called when a stage has been read.
+template <typename Config, typename Release>
+__device__ __forceinline__ void MultiplyBlocks(Accumulators<Config>& total,
+                                               const GemmSmem<Config>& smem, int consumer,
+                                               uint32_t& turn, Ring<Config::kStages>& stages,
+                                               int k_blocks, const BlockScales& scales,
+                                               Release&& release) {
+  static_assert(Config::kConsumerM64Blocks == 1);
+  constexpr int kLast = kMultiplySteps - 1;
+  // Loaded one k-block ahead.
+  BlockScales::Entry next = k_blocks > 0 ? scales.At(0) : BlockScales::Entry{};
+  for (int kb = 0; kb < k_blocks; ++kb) {
+    Accumulators<Config> sums;
+    ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
+    ptx::MbarrierWait(smem.MmaOrder(consumer), turn);
+    turn ^= 1;
+    const uint32_t a = smem.A(stages.index) + consumer * 8192, b = smem.B(stages.index);
+    PinAll<Config>(sums);
+    wgmma::Fence();
+    MultiplyStage<Config, 0, kLast>(sums, a, b, /*adds=*/false);
+    wgmma::Commit();
+    MultiplyStage<Config, kLast>(sums, a, b, /*adds=*/true);
+    wgmma::Commit();
+    const BlockScales::Entry scale = next;
+    if (kb + 1 < k_blocks) next = scales.At(kb + 1);
+    wgmma::Wait<1>();
+    if (threadIdx.x % 32 == 0) ptx::MbarrierArrive(smem.MmaOrder(1 - consumer));
+    wgmma::Wait<0>();
+    PinAll<Config>(sums);
+    release(stages.index);
+    stages.Advance();
+#pragma unroll
+    for (int i = 0; i < Config::kAccumulators; ++i) {
+      // Two accumulators are neighbouring columns of a row (gpu/wgmma.cuh).
+      const bool is_left = i * 2 / BlockScales::kStep * BlockScales::kStep < scales.boundary;
+      total[0][i] += sums[0][i] *
+                     ((i % 4 < 2 ? scale.low : scale.high) * (is_left ? scale.left : scale.right));
+    }
+  }
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_GPU_BLOCK_SCALES_SM90_CUH_

@@ -1,0 +1,105 @@
+// What the handlers of all_gather_matmul and matmul read alike: several weights, their biases,
+// scales and results.
+#ifndef JFLUX_OPS_ALL_GATHER_MATMUL_WEIGHTS_FFI_H_
+#define JFLUX_OPS_ALL_GATHER_MATMUL_WEIGHTS_FFI_H_
+
+#include <algorithm>
+#include <string>
+
+#include "ops/all_gather_matmul/all_gather_matmul.h"
+#include "runtime/handlers.h"
+
+namespace jflux {
+
+struct WeightsAttributes {
+  int64_t activation = 0;  // number of an Activation
+  Int64s biased;           // for each weight, 1 if it has a bias
+  bool gated = false;
+  int64_t scales = 0;  // number of a Scales
+  bool sums = false;
+
+  void Read(AttributeReader& read) {
+    read("activation", &activation)("biased", &biased)("gated", &gated)("scales", &scales)("sums",
+                                                                                           &sums);
+  }
+  // Whether there is nothing but one weight.
+  bool IsPlain() const {
+    return activation == 0 && !gated && !sums && scales == 0 &&
+           std::count(biased.begin(), biased.end(), 1) == 0;
+  }
+};
+
+// Reads w_0 .. w_p-1, a bias for each of them that is `biased`, and, if there are `scales`, that of
+// all rows of y and one of the columns of each w. Results: all y (of which there is one if they are
+// gated), p sums if there are `sums`, and perhaps one more, the gathered x.
+//
+// params_of(w, y, gathered) -> optional<AllGatherMatmulParams>. Sets *p, whose n is the columns of
+// all weights, and *operands but for x. Why they do not fit; "" if they do.
+template <typename ParamsOf>
+std::string ReadWeights(const WeightsAttributes& a, const ffi::RemainingArgs& rest,
+                        const ffi::RemainingRets& results, ParamsOf&& params_of,
+                        AllGatherMatmulParams* p, AllGatherMatmulOperands* operands) {
+  const size_t count = a.biased.size(), products = a.gated ? 1 : count;
+  const size_t biases = std::count(a.biased.begin(), a.biased.end(), 1);
+  const size_t computed = products + (a.sums ? count : 0);
+  const bool gathered = results.size() == computed + 1;
+  if (count < 1 || count > kMaxWeights || !IsScales(a.scales) ||
+      rest.size() != count + biases + (a.scales != 0 ? 1 + count : 0) ||
+      results.size() != computed + (gathered ? 1 : 0) || (a.gated && count != 2) ||
+      !IsActivation(a.activation)) {
+    return kDoNotFit;
+  }
+  operands->weights = static_cast<int32_t>(count);
+  operands->activation = static_cast<Activation>(a.activation);
+  operands->gated = a.gated;
+  operands->scales = static_cast<Scales>(a.scales);
+  const auto floats = [&](size_t i, int64_t size) {
+    return FloatsOf(*rest.get<ffi::AnyBuffer>(i), size);
+  };
+  size_t next_bias = count;
+  int64_t columns = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const auto w = *rest.get<ffi::AnyBuffer>(i);
+    auto y = *results.get<ffi::AnyBuffer>(a.gated ? 0 : i);
+    const auto params = params_of(w, *y, gathered);
+    if (!params) return kDoNotFit;
+    *p = *params;
+    if (!WhyNoKernel(*p).empty()) return kNoKernel;
+    if (a.scales != 0 && SizeOf(p->dtype) != 1) return kDoNotFit;
+    auto& product = operands->products[i];
+    product.w = w.untyped_data();
+    product.y = y->untyped_data();
+    product.n = p->n;
+    if (a.sums) product.sums = (*results.get<ffi::AnyBuffer>(products + i))->untyped_data();
+    if (a.biased[i] == 1) {
+      product.bias = floats(next_bias++, p->n);
+      if (product.bias == nullptr) return "a bias does not fit";
+    }
+    if (a.scales != 0) {
+      const bool of_blocks = operands->scales == Scales::kOfBlocks;
+      const int64_t k_entries = of_blocks ? CeilDiv<int64_t>(p->k, kScaleBlock) : 1;
+      const int64_t n_entries = of_blocks ? CeilDiv<int64_t>(p->n, kScaleBlock) : p->n;
+      operands->x_scale = floats(count + biases, p->rows.Total() * k_entries);
+      product.scale = floats(count + biases + 1 + i, n_entries * k_entries);
+      if (operands->x_scale == nullptr || product.scale == nullptr) return "a scale does not fit";
+    }
+    columns += p->n;
+  }
+  p->n = columns;
+  if (gathered) operands->gathered = (*results.get<ffi::AnyBuffer>(computed))->untyped_data();
+  return "";
+}
+
+// Whether the kernels can compute these weights by this choice. A gate needs tiles of two halves
+// whose k one CTA computes.
+inline bool CanTake(const GemmChoice& c, const AllGatherMatmulParams& p,
+                    const AllGatherMatmulOperands& operands) {
+  const bool gate = c.tile_n % 128 == 0 && c.splits == 1;
+  return SharesK(c, p.rows.Total(), p.k * SizeOf(p.dtype), kGatherSplits) &&
+         (!operands.gated || gate) &&
+         (operands.scales != Scales::kOfBlocks || ForBlockScales(c, operands.gated) == c);
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_ALL_GATHER_MATMUL_WEIGHTS_FFI_H_

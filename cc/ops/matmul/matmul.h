@@ -1,0 +1,35 @@
+// matmul: y_i = activation(x @ w_i + bias_i), of operands with scales, on one GPU. A call is one of
+// all_gather_matmul with one rank, whose operands, tiles and epilogue it has.
+//
+// Python: jflux/_ops/products/matmul.py.
+#ifndef JFLUX_OPS_MATMUL_MATMUL_H_
+#define JFLUX_OPS_MATMUL_MATMUL_H_
+
+#include <string>
+
+#include "ops/all_gather_matmul/all_gather_matmul.h"
+
+namespace jflux {
+
+inline constexpr OpId kMatmulId{43};
+
+// XLA multiplies operands without scales.
+inline constexpr OpFormats kMatmulFormats{SetOf(DType::kF8E4M3FN),
+                                          SetOf(DType::kBF16, DType::kF32)};
+
+inline GemmChoice ChooseMatmul(const AllGatherMatmulParams& p,
+                               const AllGatherMatmulOperands& operands, const Machine& machine) {
+  const GemmChoice wanted =
+      ChooseAllGather(/*world=*/1, p.rows.Total(), p.n, p.k, p.dtype, machine, p.transpose_rhs);
+  return FitWeights(wanted, p, operands.gated, operands.scales == Scales::kOfBlocks, machine);
+}
+
+// Enqueues the call on `stream` of the current device. `choice`: of columns and CTAs, or null.
+bool LaunchMatmul(const AllGatherMatmulParams& params, const AllGatherMatmulOperands& operands,
+                  const GemmChoice* choice, cudaStream_t stream, std::string* error);
+
+bool LoadMatmulKernels(std::string* error);
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_MATMUL_MATMUL_H_

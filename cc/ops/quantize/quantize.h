@@ -1,0 +1,90 @@
+// quantize: matrices as values of 8 bits with scales, and their transposes too, on one device.
+//
+//   x [stack, rows, columns]  ->  values [stack, rows, columns], scale [stack, counts of blocks]
+//                                 and with `transpose` the same of [stack, columns, rows]
+//
+// On CPUs it is plain lax. Python: jflux/_ops/_quantize.py, which defines scales and values.
+#ifndef JFLUX_OPS_QUANTIZE_QUANTIZE_H_
+#define JFLUX_OPS_QUANTIZE_QUANTIZE_H_
+
+#include <cstdint>
+#include <string>
+
+#include "core/format.h"
+#include "core/signal.h"
+#include "runtime/cuda_device.h"
+
+namespace jflux {
+
+inline constexpr OpId kQuantizeId{42};
+inline constexpr OpFormats kQuantizeFormats{SetOf(DType::kF16, DType::kBF16, DType::kF32),
+                                            SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8)};
+
+// Rows and columns of a tile, and of a block that is neither one of them nor all.
+inline constexpr int kQuantizeTile = 128;
+// Rows of values are whole vectors: a multiple of this many columns, and with `transpose` of rows.
+inline constexpr int kQuantizeMultiple = kVectorBytes;
+
+// The elements that share a scale, each size 1, 128, or -1 for all.
+struct QuantizeBlock {
+  int32_t rows, columns;
+
+  // Scales along a dimension with so many elements.
+  static JFLUX_HD constexpr int64_t Count(int64_t elements, int32_t size) {
+    return size == 1 ? elements : size == -1 ? 1 : CeilDiv<int64_t>(elements, size);
+  }
+  JFLUX_HD constexpr int64_t Scales(int64_t of_rows, int64_t of_columns) const {
+    return Count(of_rows, rows) * Count(of_columns, columns);
+  }
+};
+
+struct QuantizeParams {
+  int64_t stack, rows, columns;  // of x
+  QuantizeBlock block;           // of x, and of its transpose
+  bool transpose;
+  bool power_of_two;
+  DType dtype;         // of x
+  DType values_dtype;  // of values
+
+  // Whether no CTA sees all elements of a block, so that one pass over x finds the largest of each
+  // and a second one rounds. A row alone is one CTA's.
+  constexpr bool HasMaxima() const {
+    return (block.rows == -1 || block.columns == -1) && (transpose || block.rows != 1);
+  }
+  constexpr int64_t Scales() const { return stack * block.Scales(rows, columns); }
+  constexpr int64_t TransposedScales() const { return stack * block.Scales(columns, rows); }
+  constexpr int64_t Maxima() const {
+    return HasMaxima() ? Scales() + (transpose ? TransposedScales() : 0) : 0;
+  }
+};
+
+struct Quantized {
+  uint8_t* values;
+  float* scale;
+  // The largest magnitude of each block, as bits of a float, of which the order is the numbers';
+  // null without HasMaxima().
+  uint32_t* maxima;
+};
+
+// What an element's rounding lost, summed up.
+struct QuantizeLosses {
+  int32_t flushed, saturated;
+};
+
+struct QuantizeArrays {
+  const void* x;
+  const float* scale;      // in place of x's own; null: none
+  Quantized results[2];    // of x, and of its transpose
+  QuantizeLosses* losses;  // of x; null: nobody asks
+};
+
+// Enqueues the call on `stream`, on the current device: false and *error if it cannot.
+bool LaunchQuantize(const QuantizeParams& params, const QuantizeArrays& arrays, cudaStream_t stream,
+                    std::string* error);
+
+// Loads the kernels on the current device.
+bool LoadQuantizeKernels(std::string* error);
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_QUANTIZE_QUANTIZE_H_

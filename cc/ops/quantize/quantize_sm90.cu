@@ -1,0 +1,677 @@
+// quantize on GPUs. It is limited by memory: x is read once, or twice where no CTA sees a whole
+// block (QuantizeParams::HasMaxima).
+//
+//   rows    a team of threads, a power of two up to a CTA, has a row, which it keeps in registers
+//   if
+//           it fits. Blocks are whole rows, or 128 elements of one.
+//   tiles   a CTA has a tile of 128 x 128, and keeps it in registers. It finds the maxima of its
+//           rows and columns, or of all, makes scales of them, and rounds: once for x, once for the
+//           transpose, which takes a turn through shared memory.
+//
+// A block of many tiles takes two launches of the second kernel. Between them lie the blocks'
+// maxima:
+//
+//   Pass::kMaxima   each tile adds its own
+//   Pass::kRound    rounds, beginning with the tiles that were read last, which the L2 cache has
+//
+// Or, with scales that are given, the first one rounds too, and the second one has work only where
+// a block holds a NaN or an infinity:
+//
+//   Pass::kGiven    each tile adds its maxima, and rounds
+//   Pass::kRepair   rounds again where the scale is not the given one
+#include <cuda_fp8.h>
+
+#include "gpu/ptx.cuh"
+#include "gpu/types.cuh"
+#include "ops/quantize/quantize.h"
+#include "runtime/kernels_cuda.h"
+
+namespace jflux {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32, kTile = kQuantizeTile;
+// Elements of a row that a thread has together.
+constexpr int kChunk = 8, kChunksOfTile = kTile / kChunk;
+// Chunks that each thread of a team keeps of its row.
+constexpr int kKept = 8;
+// Of a team within a warp: enough to have several loads in flight, and few enough that the lanes of
+// a load read near each other.
+constexpr int kKeptInWarp = 4;
+
+constexpr uint32_t kInfinity = 0x7f800000;  // and NaNs are above
+
+enum class Pass : int32_t { kWhole, kMaxima, kRound, kGiven, kRepair };
+
+// x, or its transpose: what the place of a scale depends on.
+struct Side {
+  int64_t scales;         // of a matrix
+  int32_t rows;           // of a matrix
+  int32_t scales_across;  // in a row of scales
+};
+
+struct QuantizeArgs {
+  QuantizeParams params;
+  QuantizeArrays arrays;
+  int32_t team = 1;  // of rows
+  // Of tiles:
+  Pass pass = Pass::kWhole;
+  int32_t tiles_down, tiles_across;  // of a matrix
+  Side sides[2];
+};
+
+// ---- Elements ----------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t MaxWord(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+// kChunk elements.
+template <typename T>
+struct Chunk {
+  static constexpr int kWords = kChunk * sizeof(T) / 4;
+  static constexpr bool kWide = sizeof(T) == 4;
+  static constexpr int kCorrections = kWide ? 2 : 1;  // of Ratio
+  uint32_t words[kWords];
+
+  static __device__ __forceinline__ Chunk Load(const T* from) {
+    Chunk out;
+#pragma unroll
+    for (int i = 0; i < kWords / 4; ++i) {
+      const uint4 v = __ldg(reinterpret_cast<const uint4*>(from) + i);
+      out.words[4 * i] = v.x;
+      out.words[4 * i + 1] = v.y;
+      out.words[4 * i + 2] = v.z;
+      out.words[4 * i + 3] = v.w;
+    }
+    return out;
+  }
+  __device__ __forceinline__ float At(int i) const {
+    if constexpr (kWide) {
+      return __uint_as_float(words[i]);
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      // Unpack would hold halves of words in registers of their own.
+      return __uint_as_float(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xffff0000);
+    } else {
+      const float2 pair = Unpack<T>(words[i / 2]);
+      return i % 2 == 0 ? pair.x : pair.y;
+    }
+  }
+  // Magnitudes are bits without the sign, whose order is the numbers'; those of two elements of 16
+  // bits are one word.
+  __device__ __forceinline__ uint32_t MagnitudesOfWord(int i) const {
+    return words[i] & (kWide ? 0x7fffffff : 0x7fff7fff);
+  }
+  static __device__ __forceinline__ uint32_t MaxMagnitudes(uint32_t a, uint32_t b) {
+    return kWide ? MaxWord(a, b) : ptx::MaxHalves(a, b);
+  }
+  // The largest magnitude of all elements.
+  __device__ __forceinline__ uint32_t Largest() const {
+    uint32_t most = MagnitudesOfWord(0);
+#pragma unroll
+    for (int i = 1; i < kWords; ++i) most = MaxMagnitudes(most, MagnitudesOfWord(i));
+    return kWide ? most : MaxWord(most & 0xffff, most >> 16);
+  }
+  // The same magnitude as bits of a float.
+  static __device__ __forceinline__ uint32_t Wide(uint32_t magnitude) {
+    if constexpr (kWide) {
+      return magnitude;
+    } else {
+      return __float_as_uint(Unpack<T>(magnitude).x);
+    }
+  }
+};
+
+constexpr float LargestOf(DType values) {
+  return values == DType::kF8E4M3FN ? 448.0f : values == DType::kF8E5M2 ? 57344.0f : 127.0f;
+}
+
+// A block's scale as ratios by it are computed: they are x * shift / shifted.
+struct Scale {
+  float scale;
+  float shifted;     // positive, and neither it nor its reciprocal near the ends of float32
+  float reciprocal;  // of that, rounded to the nearest
+  float shift;       // a power of two, or of an infinite scale 0; with the scale's sign
+
+  static __device__ __forceinline__ Scale Of(float scale) {
+    const float size = fabsf(scale);
+    float shift = size < 0x1p-80f ? 0x1p64f : size > 0x1p100f ? 0x1p-64f : 1.0f;
+    if (__float_as_uint(size) == kInfinity) shift = 0;
+    const float shifted = shift == 0 ? 1.0f : size * shift;
+    return {scale, shifted, __frcp_rn(shifted), copysignf(shift, scale)};
+  }
+  // Whether Ratio<true> does for each x of a block with this largest magnitude.
+  __device__ __forceinline__ bool IsUsual(uint32_t magnitude) const {
+    return scale != scale || (shift == 1 && __uint_as_float(magnitude) <= scale * 0x1p20f);
+  }
+};
+
+// The scale of a block with this largest magnitude. `given`: the one to take instead, or null.
+template <DType kValues>
+__device__ __forceinline__ Scale ScaleOf(uint32_t magnitude, bool power_of_two,
+                                         const float* given) {
+  float scale;
+  if (magnitude >= kInfinity) {
+    scale = __uint_as_float(0x7fc00000);
+  } else if (given != nullptr) {
+    scale = __ldg(given);
+  } else if (magnitude == 0) {
+    scale = 1;
+  } else {
+    scale = fmaxf(__uint_as_float(magnitude) / LargestOf(kValues), 0x1p-126f);
+    constexpr uint32_t kMantissa = (1u << 23) - 1;
+    if (power_of_two) {
+      scale = __uint_as_float((__float_as_uint(scale) + kMantissa) & ~kMantissa);
+    }
+  }
+  return Scale::Of(scale);
+}
+
+// x / scale, rounded once to the nearest, but where that is too small or too large for every type
+// of values. x times the reciprocal is corrected by the remainder: once for an x of 16 bits, which
+// is enough for all mantissas of x and of a scale, and else twice, of which the first gives a
+// neighbour of the ratio, and the second the nearest number (Markstein, IBM J. Res. Dev. 34(1),
+// 1990). The signs keep that of a zero. Without kUsual x is shifted, so that no remainder is below
+// the normal numbers, and what is near infinity, or no number, is not corrected.
+template <bool kUsual, int kCorrections>
+__device__ __forceinline__ float Ratio(float x, const Scale& scale) {
+  if constexpr (!kUsual) x *= scale.shift;
+  const float first = x * scale.reciprocal;
+  float ratio = first;
+#pragma unroll
+  for (int i = 0; i < kCorrections; ++i) {
+    ratio = fmaf(-fmaf(scale.shifted, ratio, -x), scale.reciprocal, ratio);
+  }
+  return kUsual || fabsf(first) < 0x1p20f ? ratio : first;
+}
+
+// Two values, the first in the lower byte.
+template <DType kValues>
+__device__ __forceinline__ uint32_t Rounded(float a, float b) {
+  if constexpr (kValues == DType::kS8) {
+    // A NaN becomes 0.
+    const int low = Max(-127, Min(127, __float2int_rn(a)));
+    const int high = Max(-127, Min(127, __float2int_rn(b)));
+    return (low & 0xff) | (high & 0xff) << 8;
+  } else {
+    constexpr auto kType = kValues == DType::kF8E4M3FN ? __NV_E4M3 : __NV_E5M2;
+    return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, kType);
+  }
+}
+
+// The values of a chunk. Adds to *lost, if that is counted.
+template <bool kUsual, DType kValues, typename T>
+__device__ __forceinline__ uint2 RoundedChunk(const Chunk<T>& x, const Scale& scale, bool counts,
+                                              QuantizeLosses* lost) {
+  float ratios[kChunk];
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    ratios[i] = Ratio<kUsual, Chunk<T>::kCorrections>(x.At(i), scale);
+  }
+  const auto word = [&](int i) {
+    return Rounded<kValues>(ratios[i], ratios[i + 1]) |
+           Rounded<kValues>(ratios[i + 2], ratios[i + 3]) << 16;
+  };
+  const uint2 values = make_uint2(word(0), word(4));
+  if (counts) {
+    constexpr uint32_t kMagnitude = kValues == DType::kS8 ? 0xff : 0x7f;
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      const uint32_t value = (i < 4 ? values.x : values.y) >> (i % 4 * 8);
+      lost->flushed += (value & kMagnitude) == 0 && x.At(i) != 0;
+      lost->saturated += fabsf(ratios[i]) > LargestOf(kValues);
+    }
+  }
+  return values;
+}
+
+// Adds what the threads of a CTA have lost. `of_cta`: in shared memory, zeros before the last
+// barrier.
+__device__ void AddLosses(QuantizeLosses lost, QuantizeLosses* of_cta, QuantizeLosses* sum) {
+  lost.flushed = __reduce_add_sync(0xffffffff, lost.flushed);
+  lost.saturated = __reduce_add_sync(0xffffffff, lost.saturated);
+  if (threadIdx.x % 32 == 0) {
+    atomicAdd(&of_cta->flushed, lost.flushed);
+    atomicAdd(&of_cta->saturated, lost.saturated);
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  if (of_cta->flushed != 0) atomicAdd(&sum->flushed, of_cta->flushed);
+  if (of_cta->saturated != 0) atomicAdd(&sum->saturated, of_cta->saturated);
+}
+
+// ---- Rows --------------------------------------------------------------------------------------
+
+struct RowStorage {
+  uint32_t maxima[kWarps];
+  QuantizeLosses lost;
+};
+
+template <typename T, DType kValues>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3)
+    QuantizeRowsKernel(const __grid_constant__ QuantizeArgs args) {
+  JFLUX_SHARED(RowStorage, shared);
+  const QuantizeParams& p = args.params;
+  const Quantized& result = args.arrays.results[0];
+  const int thread = threadIdx.x, team = args.team, member = thread % team;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / team) + thread / team;
+  const bool is_there = row < p.rows;
+  const int chunks = is_there ? static_cast<int>(p.columns / kChunk) : 0;
+  const T* x = static_cast<const T*>(args.arrays.x) + row * p.columns;
+
+  // Chunks of a strip, of which all but the last are read again.
+  Chunk<T> kept[kKept];
+  const int strips = CeilDiv(chunks, kKept * team);
+  const auto number = [&](int strip, int i) { return (strip * kKept + i) * team + member; };
+  const auto load = [&](int strip) {
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      const int c = number(strip, i);
+      kept[i] = c < chunks ? Chunk<T>::Load(x + static_cast<int64_t>(c) * kChunk) : Chunk<T>{};
+    }
+  };
+  uint32_t most = 0;
+  for (int strip = 0; strip < strips; ++strip) {
+    load(strip);
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) most = MaxWord(most, kept[i].Largest());
+  }
+  for (int step = 1; step < Min(team, 32); step *= 2) {
+    most = MaxWord(most, __shfl_xor_sync(0xffffffff, most, step));
+  }
+  if (thread == 0) shared.lost = {};
+  if (team > 32) {
+    const int warps = team / 32, warp = thread / 32;
+    if (thread % 32 == 0) shared.maxima[warp] = most;
+    __syncthreads();
+    for (int i = 0; i < warps; ++i) most = MaxWord(most, shared.maxima[warp / warps * warps + i]);
+  }
+  most = Chunk<T>::Wide(most);
+
+  const float* given =
+      args.arrays.scale == nullptr || !is_there ? nullptr : args.arrays.scale + row;
+  const Scale scale = ScaleOf<kValues>(most, p.power_of_two, given);
+  if (member == 0 && is_there) result.scale[row] = scale.scale;
+  const bool counts = args.arrays.losses != nullptr;
+  QuantizeLosses lost{};
+  uint2* values = reinterpret_cast<uint2*>(result.values + row * p.columns);
+  const auto round = [&](auto usual) {
+    for (int strip = strips - 1; strip >= 0; --strip) {
+      if (strip != strips - 1) load(strip);
+#pragma unroll
+      for (int i = 0; i < kKept; ++i) {
+        const int c = number(strip, i);
+        if (c < chunks) values[c] = RoundedChunk<usual, kValues>(kept[i], scale, counts, &lost);
+      }
+    }
+  };
+  if (scale.IsUsual(most)) {
+    round(std::true_type{});
+  } else {
+    round(std::false_type{});
+  }
+  if (counts) {
+    __syncthreads();  // shared.lost is zero
+    AddLosses(lost, &shared.lost, args.arrays.losses);
+  }
+}
+
+// ---- Tiles -------------------------------------------------------------------------------------
+
+// A thread has chunk `thread % 16` of rows Row(i, j), so that the elements of a column and of one i
+// are a word of the transpose.
+constexpr int kQuads = 2, kRowsOfQuad = 4;
+constexpr int kThreadsOfColumn = kThreads / kChunksOfTile;
+__device__ __forceinline__ int Quad(int i) {
+  return static_cast<int>(threadIdx.x / kChunksOfTile) + kThreadsOfColumn * i;
+}
+__device__ __forceinline__ int Row(int i, int j) { return kRowsOfQuad * Quad(i) + j; }
+__device__ __forceinline__ int Column() {
+  return static_cast<int>(threadIdx.x % kChunksOfTile) * kChunk;
+}
+static_assert(kQuads * kRowsOfQuad * kThreadsOfColumn == kTile);
+
+// Calls visit(i, j, element) for this thread's chunks. `element` is that of row 0 and this thread's
+// column, and then that of each chunk.
+template <typename T, typename Visit>
+__device__ __forceinline__ void ForEachChunk(T* element, int64_t stride, Visit&& visit) {
+  element += Row(0, 0) * stride;
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+#pragma unroll
+    for (int j = 0; j < kRowsOfQuad; ++j) {
+      visit(i, j, element);
+      element += stride;
+    }
+    element += kRowsOfQuad * (kThreadsOfColumn - 1) * stride;
+  }
+}
+
+template <typename T>
+using ChunksOfThread = Chunk<T>[kQuads][kRowsOfQuad];
+
+struct TileStorage {
+  // Values of the transpose, [column][row / 4]; each row's words lie where Turned() says.
+  alignas(16) uint32_t turned[kTile][kTile / 4];
+  // Scales of rows, and of columns.
+  alignas(16) float shifted[2][kTile], reciprocals[2][kTile], shifts[2][kTile];
+  uint32_t row_maxima[kTile];
+  alignas(16) uint32_t column_maxima[kWarps][kTile];  // of each warp's rows
+  uint32_t tile_maxima[kWarps];                       // likewise
+  QuantizeLosses lost;
+
+  __device__ __forceinline__ void SetScale(int side, int at, const Scale& scale) {
+    shifted[side][at] = scale.shifted;
+    reciprocals[side][at] = scale.reciprocal;
+    shifts[side][at] = scale.shift;
+  }
+  __device__ __forceinline__ Scale ScaleOf(int side, int at) const {
+    return {0, shifted[side][at], reciprocals[side][at], shifts[side][at]};
+  }
+};
+// Eight columns are those of a thread. The lanes of a warp write words of 16 threads' columns and
+// of two quads: all to different banks.
+__device__ __forceinline__ int Turned(int column, int quad) { return quad ^ (column / kChunk * 2); }
+
+struct Tile {
+  int32_t matrix, down, across;  // its number in each dimension
+  int32_t rows, columns;         // that it has of the matrix, counted on past the tile
+
+  // Rows of this thread's chunks, counted so.
+  __device__ __forceinline__ int RowsOfThread() const { return Column() < columns ? rows : 0; }
+
+  // Its first element in x, and in the transpose.
+  __device__ __forceinline__ int64_t At(const QuantizeParams& p) const {
+    return (matrix * p.rows + down * kTile) * p.columns + across * kTile;
+  }
+  __device__ __forceinline__ int64_t TransposedAt(const QuantizeParams& p) const {
+    return (matrix * p.columns + across * kTile) * p.rows + down * kTile;
+  }
+};
+
+// The scale of row `at` of a tile, of x or of its transpose.
+struct ScalePlace {
+  bool is_there;     // whether the row is one of the matrix
+  bool is_of_tile;   // and is the first one of the tile that has the scale
+  bool is_of_block;  // and the tile is the first one that has it
+  int64_t index;     // if the row is there
+
+  __device__ __forceinline__ ScalePlace(const QuantizeArgs& args, const Tile& tile, bool transposed,
+                                        int at) {
+    const Side& side = args.sides[transposed];
+    const QuantizeBlock& block = args.params.block;
+    const int down = transposed ? tile.across : tile.down;
+    const int across = transposed ? tile.down : tile.across;
+    const int row = down * kTile + at;
+    is_there = row < side.rows;
+    is_of_tile = is_there && (block.rows == 1 || at == 0);
+    is_of_block =
+        is_of_tile && (block.rows != -1 || down == 0) && (block.columns != -1 || across == 0);
+    const int64_t first = block.rows == 1 ? row : block.rows == -1 ? 0 : down;
+    index =
+        tile.matrix * side.scales + first * side.scales_across + (block.columns == -1 ? 0 : across);
+  }
+};
+
+// The largest magnitudes of a tile's rows and columns, or of all of it, into shared memory.
+template <typename T>
+__device__ __forceinline__ void FindMaxima(const QuantizeParams& p, const ChunksOfThread<T>& x,
+                                           TileStorage& shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint32_t all = 0;
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+#pragma unroll
+    for (int j = 0; j < kRowsOfQuad; ++j) {
+      uint32_t most = x[i][j].Largest();
+      if (p.block.rows != 1) {
+        all = MaxWord(all, most);
+        continue;
+      }
+#pragma unroll
+      for (int step = 1; step < kChunksOfTile; step *= 2) {
+        most = MaxWord(most, __shfl_xor_sync(0xffffffff, most, step));
+      }
+      if (lane % kChunksOfTile == 0) shared.row_maxima[Row(i, j)] = Chunk<T>::Wide(most);
+    }
+  }
+  if (p.block.rows != 1) {
+    all = __reduce_max_sync(0xffffffff, all);
+    if (lane == 0) shared.tile_maxima[warp] = Chunk<T>::Wide(all);
+  } else if (p.transpose) {
+    uint32_t maxima[kChunk];
+#pragma unroll
+    for (int w = 0; w < Chunk<T>::kWords; ++w) {
+      uint32_t most = 0;
+#pragma unroll
+      for (int i = 0; i < kQuads; ++i) {
+#pragma unroll
+        for (int j = 0; j < kRowsOfQuad; ++j) {
+          most = Chunk<T>::MaxMagnitudes(most, x[i][j].MagnitudesOfWord(w));
+        }
+      }
+      most = Chunk<T>::MaxMagnitudes(most, __shfl_xor_sync(0xffffffff, most, kChunksOfTile));
+      if constexpr (Chunk<T>::kWide) {
+        maxima[w] = most;
+      } else {
+        maxima[2 * w] = Chunk<T>::Wide(most & 0xffff);
+        maxima[2 * w + 1] = Chunk<T>::Wide(most >> 16);
+      }
+    }
+    if (lane < kChunksOfTile) {
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) shared.column_maxima[warp][lane * kChunk + k] = maxima[k];
+    }
+  }
+}
+
+// The values of x's tile.
+template <bool kUsual, DType kValues, typename T>
+__device__ __forceinline__ void RoundTile(const QuantizeArgs& args, const Tile& tile,
+                                          const ChunksOfThread<T>& x, TileStorage& shared) {
+  const int rows = tile.RowsOfThread();
+  const bool counts = args.arrays.losses != nullptr;
+  QuantizeLosses lost{};
+  ForEachChunk(args.arrays.results[0].values + tile.At(args.params) + Column(), args.params.columns,
+               [&](int i, int j, uint8_t* to) {
+                 const int row = Row(i, j);
+                 const uint2 values =
+                     RoundedChunk<kUsual, kValues>(x[i][j], shared.ScaleOf(0, row), counts, &lost);
+                 if (row < rows) *reinterpret_cast<uint2*>(to) = values;
+               });
+  if (counts) AddLosses(lost, &shared.lost, args.arrays.losses);
+}
+
+// The values of the transpose.
+template <bool kUsual, DType kValues, typename T>
+__device__ __forceinline__ void RoundTransposed(const QuantizeArgs& args, const Tile& tile,
+                                                const ChunksOfThread<T>& x, TileStorage& shared) {
+  const int first = Column();
+  Scale scales[kChunk];  // read together, in vectors
+#pragma unroll
+  for (int k = 0; k < kChunk; ++k) scales[k] = shared.ScaleOf(1, first + k);
+#pragma unroll
+  for (int k = 0; k < kChunk; ++k) {
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      const auto ratio = [&](int j) {
+        return Ratio<kUsual, Chunk<T>::kCorrections>(x[i][j].At(k), scales[k]);
+      };
+      shared.turned[first + k][Turned(first + k, Quad(i))] =
+          Rounded<kValues>(ratio(0), ratio(1)) | Rounded<kValues>(ratio(2), ratio(3)) << 16;
+    }
+  }
+  __syncthreads();
+  // A thread has 16 rows of a column, eight threads have a column.
+  constexpr uint32_t kThreadsOfIt = kTile / kVectorBytes, kColumns = kThreads / kThreadsOfIt;
+  const int row = static_cast<int>(threadIdx.x % kThreadsOfIt) * kVectorBytes;
+  const int column = static_cast<int>(threadIdx.x / kThreadsOfIt);
+  const int columns = row < tile.rows ? tile.columns : 0;
+  const int64_t stride = args.params.rows;
+  uint8_t* to =
+      args.arrays.results[1].values + tile.TransposedAt(args.params) + column * stride + row;
+#pragma unroll
+  for (int step = 0; step < kTile; step += kColumns) {
+    const int at = Turned(column + step, row / kRowsOfQuad);
+    uint4 values = *reinterpret_cast<const uint4*>(&shared.turned[column + step][at & ~3]);
+    if (at % 4 != 0) values = make_uint4(values.z, values.w, values.x, values.y);
+    if (column + step < columns) *reinterpret_cast<uint4*>(to) = values;
+    to += kColumns * stride;
+  }
+}
+
+template <typename T, DType kValues>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3)
+    QuantizeTilesKernel(const __grid_constant__ QuantizeArgs args) {
+  JFLUX_DYNAMIC_SHARED(TileStorage, alignof(TileStorage), storage);
+  TileStorage& shared = *storage;
+  const QuantizeParams& p = args.params;
+  const int thread = threadIdx.x;
+  const bool after_maxima = args.pass == Pass::kRound || args.pass == Pass::kRepair;
+  const uint32_t number = after_maxima ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const uint32_t row_of_tiles = number / static_cast<uint32_t>(args.tiles_across);
+  Tile tile{};
+  tile.across = static_cast<int>(number - row_of_tiles * args.tiles_across);
+  if (p.stack > 1) tile.matrix = row_of_tiles / static_cast<uint32_t>(args.tiles_down);
+  tile.down = static_cast<int>(row_of_tiles - tile.matrix * args.tiles_down);
+  tile.rows = static_cast<int>(p.rows) - tile.down * kTile;
+  tile.columns = static_cast<int>(p.columns) - tile.across * kTile;
+
+  // A thread makes the scale of a row of x, or of the transpose.
+  const int at = thread % kTile, transposed = thread / kTile;
+  static_assert(kThreads == 2 * kTile);
+  const Quantized& result = args.arrays.results[transposed];
+  const ScalePlace place(args, tile, transposed, at);
+  const bool has_scale = place.is_there && (transposed == 0 || p.transpose);
+  uint32_t magnitude = 0;
+  if (after_maxima && has_scale) magnitude = __ldg(result.maxima + place.index);
+  if (args.pass == Pass::kRepair && !__syncthreads_or(magnitude >= kInfinity)) return;
+
+  ChunksOfThread<T> x;
+  const int rows = tile.RowsOfThread();
+  ForEachChunk(static_cast<const T*>(args.arrays.x) + tile.At(p) + Column(), p.columns,
+               [&](int i, int j, const T* from) {
+                 x[i][j] = Row(i, j) < rows ? Chunk<T>::Load(from) : Chunk<T>{};
+               });
+  if (thread == 0) shared.lost = {};
+
+  if (!after_maxima) {
+    FindMaxima<T>(p, x, shared);
+    __syncthreads();
+    if (p.block.rows == 1 && transposed == 0) {
+      magnitude = shared.row_maxima[at];
+    } else if (has_scale) {
+      for (int w = 0; w < kWarps; ++w) {
+        magnitude = MaxWord(
+            magnitude, p.block.rows == 1 ? shared.column_maxima[w][at] : shared.tile_maxima[w]);
+      }
+    }
+  }
+  if (args.pass == Pass::kMaxima || args.pass == Pass::kGiven) {
+    if (has_scale && place.is_of_tile) atomicMax(result.maxima + place.index, magnitude);
+    if (args.pass == Pass::kMaxima) return;
+  }
+
+  const float* given = nullptr;
+  if (args.arrays.scale != nullptr) {
+    // Blocks of x and of the transpose are the same ones, if there is a transpose.
+    const ScalePlace of_x(args, tile, false, p.transpose ? 0 : at);
+    if (of_x.is_there) given = args.arrays.scale + of_x.index;
+  }
+  const Scale scale = ScaleOf<kValues>(magnitude, p.power_of_two, given);
+  if (has_scale && place.is_of_block) result.scale[place.index] = scale.scale;
+  shared.SetScale(transposed, at, scale);
+  if (__syncthreads_and(scale.IsUsual(magnitude))) {
+    RoundTile<true, kValues, T>(args, tile, x, shared);
+    if (p.transpose) RoundTransposed<true, kValues, T>(args, tile, x, shared);
+  } else {
+    RoundTile<false, kValues, T>(args, tile, x, shared);
+    if (p.transpose) RoundTransposed<false, kValues, T>(args, tile, x, shared);
+  }
+}
+
+// ---- Launches ----------------------------------------------------------------------------------
+
+struct Kernels {
+  const void *rows, *tiles;
+};
+Kernels KernelsOf(DType dtype, DType values) {
+  return WithFormat<kQuantizeFormats.operands>(dtype, [&](auto x) {
+    return WithFormat<kQuantizeFormats.results>(values, [](auto v) {
+      using T = CudaType<decltype(x)::value>;
+      return Kernels{reinterpret_cast<const void*>(&QuantizeRowsKernel<T, v>),
+                     reinterpret_cast<const void*>(&QuantizeTilesKernel<T, v>)};
+    });
+  });
+}
+
+}  // namespace
+
+bool LoadQuantizeKernels(std::string* error) {
+  return ForFormats(kQuantizeFormats.operands, [&](DType dtype) {
+    return ForFormats(kQuantizeFormats.results, [&](DType values) {
+      const Kernels kernels = KernelsOf(dtype, values);
+      return LoadKernel(kernels.rows, 0, error) &&
+             LoadKernel(kernels.tiles, sizeof(TileStorage), error);
+    });
+  });
+}
+
+bool LaunchQuantize(const QuantizeParams& p, const QuantizeArrays& arrays, cudaStream_t stream,
+                    std::string* error) {
+  if (!Has(kQuantizeFormats.operands, p.dtype) || !Has(kQuantizeFormats.results, p.values_dtype) ||
+      p.columns % kQuantizeMultiple != 0 || (p.transpose && p.rows % kQuantizeMultiple != 0) ||
+      p.block.columns == 1 || p.rows > INT32_MAX || p.columns > INT32_MAX) {
+    *error = "the kernels do not take such a call";
+    return false;
+  }
+  if (!LoadOnce(LoadQuantizeKernels, error)) return false;
+  const auto clear = [&](void* p, int64_t bytes) {
+    const cudaError_t status = cudaMemsetAsync(p, 0, bytes, stream);
+    if (status != cudaSuccess) *error = cudaGetErrorString(status);
+    return status == cudaSuccess;
+  };
+  if (arrays.losses != nullptr && !clear(arrays.losses, sizeof(QuantizeLosses))) return false;
+  const Kernels kernels = KernelsOf(p.dtype, p.values_dtype);
+  QuantizeArgs args{};
+  args.params = p;
+  args.arrays = arrays;
+  const auto launch = [&](const void* kernel, int64_t ctas, int smem_bytes) {
+    if (ctas > INT32_MAX) {
+      *error = "the kernels take fewer rows";
+      return false;
+    }
+    return LaunchKernel(kernel, &args, static_cast<int>(ctas), 1, kThreads, smem_bytes, stream,
+                        error);
+  };
+
+  const bool is_split = p.block.columns == kTile;
+  if (!p.transpose && p.block.rows == 1 && (!is_split || p.columns % kTile == 0)) {
+    const int64_t of_row = is_split ? p.columns / kTile : 1;
+    args.params.rows = p.stack * p.rows * of_row;
+    args.params.columns = p.columns / of_row;
+    const int64_t chunks = args.params.columns / kChunk;
+    while (args.team < kThreads && args.team * (args.team < 32 ? kKeptInWarp : kKept) < chunks) {
+      args.team *= 2;
+    }
+    return launch(kernels.rows, CeilDiv<int64_t>(args.params.rows, kThreads / args.team), 0);
+  }
+  const auto side = [&](int64_t rows, int64_t columns) {
+    return Side{p.block.Scales(rows, columns), static_cast<int32_t>(rows),
+                static_cast<int32_t>(QuantizeBlock::Count(columns, p.block.columns))};
+  };
+  args.sides[0] = side(p.rows, p.columns);
+  args.sides[1] = side(p.columns, p.rows);
+  args.tiles_down = static_cast<int32_t>(CeilDiv<int64_t>(p.rows, kTile));
+  args.tiles_across = static_cast<int32_t>(CeilDiv<int64_t>(p.columns, kTile));
+  const int64_t tiles = p.stack * args.tiles_down * args.tiles_across;
+  const auto pass = [&](Pass pass) {
+    args.pass = pass;
+    return launch(kernels.tiles, tiles, sizeof(TileStorage));
+  };
+  if (!p.HasMaxima()) return pass(Pass::kWhole);
+  if (!clear(arrays.results[0].maxima, p.Maxima() * 4)) return false;
+  // Losses of a block that is rounded twice would be counted twice.
+  const bool at_once = arrays.scale != nullptr && arrays.losses == nullptr;
+  return at_once ? pass(Pass::kGiven) && pass(Pass::kRepair)
+                 : pass(Pass::kMaxima) && pass(Pass::kRound);
+}
+
+}  // namespace jflux

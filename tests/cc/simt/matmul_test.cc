@@ -1,0 +1,111 @@
+// The kernels of matmul in the simulator: several weights, a gate, biases, scales of sums and of
+// blocks, against sums in double.
+#include "ops/matmul/matmul.h"
+
+#include <random>
+#include <vector>
+
+#include "simt/machine.h"
+#include "simt/values.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+using simt::Array;
+using simt::RandomArray;
+
+struct Case {
+  int64_t m, k;
+  std::vector<int64_t> columns;  // of each weight
+  Scales scales;
+  GemmChoice choice;
+  bool gated = false;
+};
+
+// relu, whose slope is at most 1.
+simt::Sum Relu(const simt::Sum& x) { return {x.value > 0 ? x.value : 0, x.size}; }
+
+template <typename Out>
+void Run(const Case& c, uint32_t seed) {
+  using T = __nv_fp8_e4m3;
+  std::mt19937 random(seed);
+  const bool of_blocks = c.scales == Scales::kOfBlocks;
+  const int64_t k_size = of_blocks ? kScaleBlock : c.k, n_size = of_blocks ? kScaleBlock : 1;
+  const int64_t k_blocks = CeilDiv(c.k, k_size);
+  auto x = RandomArray<T>(random, c.m * c.k);
+  auto x_scale = RandomArray<float>(random, c.m * k_blocks);
+  std::vector<Array<T>> w;
+  std::vector<Array<float>> w_scale, bias;
+  std::vector<Array<Out>> y;
+  AllGatherMatmulParams p{};
+  p.rows = Rows{1, 1, c.m}, p.k = c.k, p.dtype = DType::kF8E4M3FN, p.transpose_rhs = true;
+  p.out_dtype = simt::kDTypeOf<Out>;
+  AllGatherMatmulOperands operands{};
+  for (const int64_t n : c.columns) {
+    w.push_back(RandomArray<T>(random, n * c.k, 0.5));
+    w_scale.push_back(RandomArray<float>(random, CeilDiv(n, n_size) * k_blocks));
+    bias.push_back(RandomArray<float>(random, n));
+    y.emplace_back(c.m * n);
+    p.n += n;
+  }
+  operands.x = x.get();
+  operands.x_scale = x_scale.get();
+  operands.weights = static_cast<int32_t>(c.columns.size());
+  operands.scales = c.scales;
+  operands.gated = c.gated;
+  operands.activation = c.gated ? Activation::kRelu : Activation::kNone;
+  for (size_t i = 0; i < c.columns.size(); ++i) {
+    operands.products[i] = {w[i].get(), y[c.gated ? 0 : i].get(), c.columns[i], bias[i].get(),
+                            nullptr,    w_scale[i].get()};
+  }
+  std::string error;
+  EXPECT(LaunchMatmul(p, operands, &c.choice, nullptr, &error)) << error;
+  EXPECT_EQ(simt::Run(seed), std::string());
+  const auto product = [&](size_t i, int64_t row, int64_t column) {
+    simt::Sum total;
+    for (int64_t kb = 0; kb < k_blocks; ++kb) {
+      simt::Sum sum;
+      for (int64_t l = kb * k_size; l < Min(c.k, (kb + 1) * k_size); ++l) {
+        sum.Add(x[row * c.k + l] * w[i][column * c.k + l]);
+      }
+      sum = sum *
+            simt::Sum(x_scale[row * k_blocks + kb] * w_scale[i][column / n_size * k_blocks + kb]);
+      total.value += sum.value;
+      total.size += sum.size;
+    }
+    total.Add(bias[i][column]);
+    return total;
+  };
+  for (size_t i = 0; i < (c.gated ? 1 : c.columns.size()); ++i) {
+    const int64_t n = c.columns[i];
+    const int64_t wrong = simt::CountWrong(y[i], [&](int64_t at) {
+      const simt::Sum sum = product(i, at / n, at % n);
+      return c.gated ? Relu(sum) * product(1, at / n, at % n) : sum;
+    });
+    EXPECT_EQ(wrong, 0) << "seed " << seed;
+  }
+}
+
+TEST(MultipliesAndScales) {
+  simt::SetSmCount(3);
+  constexpr Scales kOfSums = Scales::kOfSums, kOfBlocks = Scales::kOfBlocks;
+  const Case cases[] = {
+      {100, 144, {208}, kOfSums, {192, 1, 1}},
+      {300, 272, {272, 48}, kOfSums, {256, 2, 1}},
+      {20, 528, {144}, kOfSums, {128, 1, 1, 2}},
+      {150, 144, {400, 336}, kOfBlocks, {192, 1, 2}},  // tiles over two blocks of columns
+      {300, 400, {656}, kOfBlocks, {160, 2, 1}},
+      {70, 272, {272, 272}, kOfBlocks, {128, 2, 1}, /*gated=*/true},
+  };
+  uint32_t seed = 1;
+  for (const Case& c : cases) {
+    Run<__nv_bfloat16>(c, seed++);
+    Run<float>(c, seed++);
+  }
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }

@@ -1,0 +1,218 @@
+// The kernels of quantize in the simulator, bit for bit against the definition on the host.
+#include "ops/quantize/quantize.h"
+
+#include <algorithm>
+#include <cmath>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/numbers.h"
+#include "simt/machine.h"
+#include "simt/values.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+using simt::Array;
+
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+struct Case {
+  int64_t stack, rows, columns;
+  QuantizeBlock block;
+  bool transpose = false, given = false, losses = false, power_of_two = false;
+};
+
+template <DType kValues>
+uint8_t Rounded(float ratio) {
+  const float most = kValues == DType::kF8E4M3FN ? 448 : kValues == DType::kF8E5M2 ? 57344 : 127;
+  if constexpr (kValues == DType::kS8) {
+    if (std::isnan(ratio)) return 0;
+    return static_cast<uint8_t>(
+        static_cast<int8_t>(std::nearbyint(std::clamp(ratio, -most, most))));
+  } else {
+    return Number<kValues>::From(std::isnan(ratio) ? kNaN : std::clamp(ratio, -most, most)).bits;
+  }
+}
+template <DType kValues>
+bool Same(uint8_t a, uint8_t b) {
+  if constexpr (kValues != DType::kS8) {
+    const auto is_nan = [](uint8_t v) { return std::isnan(float{Number<kValues>{v}}); };
+    if (is_nan(a) || is_nan(b)) return is_nan(a) && is_nan(b);
+  }
+  return a == b;
+}
+
+// What quantize makes of a matrix, and of its losses.
+template <DType kValues>
+struct Exact {
+  std::vector<uint8_t> values;
+  std::vector<float> scale;
+  QuantizeLosses losses{};
+
+  // x(row, column).
+  template <typename X>
+  Exact(const Case& c, int64_t rows, int64_t columns, X&& x, const float* given)
+      : values(rows * columns) {
+    const float most = kValues == DType::kF8E4M3FN ? 448 : kValues == DType::kF8E5M2 ? 57344 : 127;
+    const int64_t down = c.block.rows == -1 ? rows : c.block.rows;
+    const int64_t across = c.block.columns == -1 ? columns : c.block.columns;
+    for (int64_t row = 0; row < rows; row += down) {
+      for (int64_t column = 0; column < columns; column += across) {
+        float largest = 0;
+        const auto for_each = [&](auto&& visit) {
+          for (int64_t r = row; r < std::min(rows, row + down); ++r) {
+            for (int64_t k = column; k < std::min(columns, column + across); ++k) visit(r, k);
+          }
+        };
+        for_each([&](int64_t r, int64_t k) {
+          const float v = std::abs(x(r, k));
+          largest = std::isfinite(v) && !std::isnan(largest) ? std::max(largest, v) : kNaN;
+        });
+        float s = std::max(largest / most, std::numeric_limits<float>::min());
+        if (c.power_of_two) s = std::exp2(std::ceil(std::log2(s)));
+        if (largest == 0) s = 1;
+        if (given != nullptr) s = given[scale.size()];
+        if (std::isnan(largest)) s = kNaN;
+        scale.push_back(s);
+        for_each([&](int64_t r, int64_t k) {
+          const float ratio = x(r, k) / s;
+          const uint8_t value = Rounded<kValues>(ratio);
+          values[r * columns + k] = value;
+          losses.flushed += (value & (kValues == DType::kS8 ? 0xff : 0x7f)) == 0 && x(r, k) != 0;
+          losses.saturated += std::abs(ratio) > most;
+        });
+      }
+    }
+  }
+};
+
+// Numbers of all sizes; rows of zeros, of denormals and of powers of two; neighbours of ties; some
+// that are none.
+template <typename T>
+Array<T> Numbers(std::mt19937& random, int64_t count, int64_t columns, bool finite) {
+  std::normal_distribution<float> normal;
+  Array<T> x(count);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = i / columns;
+    float v = normal(random);
+    if (row % 7 == 1) v *= 1e4f;
+    if (row % 7 == 2) v *= 1e-30f;
+    if (row % 7 == 3) v *= 1e-42f;
+    if (row % 7 == 4) v = 0;
+    if (row % 7 == 5) v = std::ldexp(std::nearbyint(8 * v), -3) * (random() % 2 ? 1 : 1 + 0x1p-23f);
+    if (random() % 10 == 0) v = random() % 2 ? 0.0f : -0.0f;
+    x.data[i] = static_cast<T>(v);
+  }
+  if (!finite) {
+    x.data[count / 3] = static_cast<T>(kNaN);
+    x.data[count / 2] = static_cast<T>(-std::numeric_limits<float>::infinity());
+  }
+  return x;
+}
+
+template <typename T, DType kValues>
+void Check(const Case& c, uint32_t seed) {
+  std::mt19937 random(seed);
+  const int64_t count = c.stack * c.rows * c.columns, matrix = c.rows * c.columns;
+  const auto x = Numbers<T>(random, count, c.columns, seed % 3 != 0);
+  const QuantizeParams p{c.stack,     c.rows,         c.columns,         c.block,
+                         c.transpose, c.power_of_two, simt::kDTypeOf<T>, kValues};
+  Array<float> given(p.Scales());
+  constexpr float kGiven[] = {
+      0.01f,          3,     0,      1e-41f, std::numeric_limits<float>::infinity(), -0.5f,
+      0x1.fffffep-3f, 1e38f, 1e-30f, kNaN};
+  for (float& v : given.data) v = kGiven[random() % std::size(kGiven)];
+  Array<uint8_t> values[2] = {Array<uint8_t>(count), Array<uint8_t>(count)};
+  Array<float> scale[2] = {Array<float>(p.Scales()), Array<float>(p.TransposedScales())};
+  Array<uint32_t> maxima(p.Maxima());
+  QuantizeLosses losses{-1, -1};
+  const QuantizeArrays arrays{x.data.data(),
+                              c.given ? given.get() : nullptr,
+                              {{values[0].get(), scale[0].get(), maxima.get()},
+                               {values[1].get(), scale[1].get(), maxima.get() + p.Scales()}},
+                              c.losses ? &losses : nullptr};
+  std::string error;
+  EXPECT(LaunchQuantize(p, arrays, nullptr, &error)) << error;
+  const std::string failure = simt::Run(seed);
+  EXPECT(failure.empty()) << failure;
+
+  QuantizeLosses lost{};
+  for (const bool transposed : {false, true}) {
+    if (transposed && !c.transpose) break;
+    const int64_t rows = transposed ? c.columns : c.rows;
+    const int64_t columns = transposed ? c.rows : c.columns;
+    const int64_t scales = scale[transposed].size() / c.stack;
+    int64_t wrong = 0;
+    for (int64_t m = 0; m < c.stack; ++m) {
+      // The scales of a transpose are given as those of x, whose blocks are in another order.
+      std::vector<float> own(given.data.begin() + m * scales,
+                             given.data.begin() + (m + 1) * scales);
+      if (transposed && c.given && c.block.rows != -1) {
+        const int64_t down = CeilDiv<int64_t>(c.rows, 128),
+                      across = CeilDiv<int64_t>(c.columns, 128);
+        for (int64_t i = 0; i < scales; ++i) {
+          own[i] = given.data[m * scales + i % down * across + i / down];
+        }
+      }
+      const auto at = [&](int64_t r, int64_t k) {
+        return static_cast<float>(
+            x.data[m * matrix + (transposed ? k * c.columns + r : r * columns + k)]);
+      };
+      const Exact<kValues> want(c, rows, columns, at, c.given ? own.data() : nullptr);
+      for (int64_t i = 0; i < matrix; ++i) {
+        // Scales are in the order in which blocks are made.
+        wrong += !Same<kValues>(values[transposed].data[m * matrix + i], want.values[i]);
+      }
+      for (int64_t i = 0; i < scales; ++i) {
+        const float s = scale[transposed].data[m * scales + i];
+        wrong += std::isnan(want.scale[i]) ? !std::isnan(s) : s != want.scale[i];
+      }
+      if (!transposed) {
+        lost.flushed += want.losses.flushed;
+        lost.saturated += want.losses.saturated;
+      }
+    }
+    EXPECT_EQ(wrong, 0) << "seed " << seed << " block " << c.block.rows << " x " << c.block.columns
+                        << " transposed " << transposed << " given " << c.given;
+  }
+  if (c.losses) {
+    EXPECT_EQ(losses.flushed, lost.flushed);
+    EXPECT_EQ(losses.saturated, lost.saturated);
+  }
+}
+
+template <typename T, DType kValues>
+void CheckAll(uint32_t seed) {
+  constexpr QuantizeBlock kRow{1, -1}, kPart{1, 128}, kSquare{128, 128}, kAll{-1, -1};
+  // Rows: of a few chunks, of a team of several warps, and of more than it keeps.
+  Check<T, kValues>({1, 5, 48, kRow, false, false, true}, seed++);
+  Check<T, kValues>({1, 3, 3008, kRow, false, true}, seed++);
+  Check<T, kValues>({1, 1, 17008, kRow, false, false, true, true}, seed++);
+  Check<T, kValues>({2, 9, 384, kPart, false, true, true}, seed++);
+  // Tiles.
+  for (const bool given : {false, true}) {
+    const bool more = seed % 2 == 0;
+    Check<T, kValues>({1, 10, 144, kPart, false, given, true}, seed++);
+    Check<T, kValues>({1, 144, 272, kSquare, true, given, more, !more}, seed++);
+    Check<T, kValues>({2, 144, 272, kAll, true, given, !more, more}, seed++);
+  }
+  Check<T, kValues>({1, 144, 272, kPart, true}, seed++);
+  Check<T, kValues>({1, 144, 272, kRow, true, false, true}, seed++);
+  Check<T, kValues>({1, 150, 272, {-1, 128}}, seed++);
+  Check<T, kValues>({1, 150, 272, {128, -1}}, seed++);
+}
+
+TEST(BitsAreThoseOfTheDefinition) {
+  CheckAll<__nv_bfloat16, DType::kF8E4M3FN>(1);
+  CheckAll<float, DType::kF8E5M2>(100);
+  CheckAll<__half, DType::kS8>(201);
+  CheckAll<float, DType::kF8E4M3FN>(302);
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }
