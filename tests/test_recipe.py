@@ -14,6 +14,7 @@ from harness import PLATFORM, RANKS, make_mesh, run
 from jax.sharding import PartitionSpec as P
 
 import jflux
+from jflux import _native
 from jflux import checkpoint_policies as policies
 from jflux._ops._spec import all_ops
 
@@ -387,6 +388,33 @@ def test_references_take_recipes():
         )
         got = jax.jit(jax.grad(lambda x, w, f=f: jnp.sum(f(x, w) * dy), (0, 1)))(x, w)
         near(got, wanted(jflux.Recipe.row, op, WORLD, x, w, dy)[1:])
+
+
+def test_gpus_take_all_products(lowered_without_gpus, monkeypatch):
+    """Of a gated MLP's step; dx of two weights is one product."""
+    monkeypatch.setattr(_native.lib, "built_with_cuda", lambda: True)
+
+    def local(x, gate, up, down):
+        options = {"axis_name": "tp", "recipe": SQUARES}
+        y = jflux.all_gather_matmul(x, (gate, up), activation="silu", gated=True, **options)
+        return jflux.matmul_reduce_scatter(y, down, **options)
+
+    f = jax.shard_map(
+        local, mesh=make_mesh((2,)), out_specs=P("tp"),
+        in_specs=(P("tp"), P(None, "tp"), P(None, "tp"), P("tp")),
+    )  # fmt: skip
+    types = [
+        jax.ShapeDtypeStruct(s, jnp.bfloat16)
+        for s in ((4096, 512), (512, 1280), (512, 1280), (1280, 512))
+    ]
+    step = jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), range(4))
+    calls, _ = lowered_without_gpus(step, *types)
+    assert all(call.plan.path == "fused" for call in calls)
+    # Forward and backward; a product for two equal ones is listed once.
+    assert [call.op for call in calls if call.op in OPS] == [
+        "all_gather_matmul", "matmul_reduce_scatter",
+        "all_gather_matmul", "matmul", "matmul_reduce_scatter", "matmul",
+    ]  # fmt: skip
 
 
 def test_shard_map_knows_what_varies():

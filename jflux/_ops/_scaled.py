@@ -251,7 +251,8 @@ def scales_of(
     k_of_w = 1 if transpose_rhs else 0
     if x.scale.shape[-1] > 1 or any(w.scale.shape[k_of_w] > 1 for w in ws):
         return Scales.OF_BLOCKS
-    repeats = is_highest(precision) and x.dtype != jnp.int8
+    # Kernels do that for e4m3. XLA's product of other types is told the precision.
+    repeats = is_highest(precision) and all(one.dtype == jnp.float8_e4m3fn for one in (x, *ws))
     return Scales.OF_BLOCKS if repeats and _has_column_blocks(ws, 1 - k_of_w) else Scales.OF_SUMS
 
 
