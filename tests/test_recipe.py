@@ -379,6 +379,15 @@ def test_explain_shows_the_products():
     assert all("float8" in one.operands[0] for one in products)
 
 
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "all_to_all_matmul"])
+def test_one_gradient_alone(op):
+    """What dw needs of dy travels without dx too."""
+    x, w, dy = operands(8 * WORLD)
+    f = lambda x, w: jnp.sum(call(op, recipe=jflux.Recipe.block)(x, w) * dy)  # noqa: E731
+    both = jax.jit(jax.grad(f, (0, 1)))(x, w)
+    near([jax.jit(jax.grad(f, i))(x, w) for i in (0, 1)], both)
+
+
 def test_references_take_recipes():
     x, w, dy = operands(8 * WORLD)
     for op in ("all_gather_matmul", "matmul_all_reduce", "matmul_all_to_all"):
