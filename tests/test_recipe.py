@@ -520,3 +520,19 @@ def test_delayed_scaling_is_that_of_flax():
     told = pytest.raises(ValueError, match="scales of tensors alone")
     with told:
         jflux.Recipe.block.delayed()
+
+
+def test_delayed_scaling_under_explicit_sharding():
+    """The state's arrays are operands of the shard_map that a call makes."""
+    mesh = make_mesh((WORLD,), axis_type=jax.sharding.AxisType.Explicit)
+    x, w = normal(0, 8 * WORLD, K), normal(1, K, N)
+    state = jflux.Recipe.tensor.delayed(2)
+
+    def loss(x, w, state):
+        return jnp.sum(jnp.sin(jflux.all_gather_matmul(x, w, axis_name="tp", recipe=state)))
+
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, P("tp")), jax.device_put(w, P(None, "tp"))
+        found = jax.jit(jax.grad(loss, 2))(*placed, state)
+    assert np.array_equal(np.sort(found.input_amax_history), [0, np.abs(x).max()])
+    assert np.array_equal(np.sort(found.kernel_amax_history), [0, np.abs(w).max()])

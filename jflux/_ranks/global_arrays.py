@@ -45,6 +45,11 @@ def over_global_arrays(
       check_vma: whether that can know what is the same on all ranks, which a gathered array is not
         known to be.
     """
+    recipe = getattr(op, "keywords", {}).get("recipe")
+    if isinstance(recipe, _recipe.DelayedScaling):
+        # An operand, which goes before the option: shard_map closes over no array on Explicit axes.
+        operands = {**operands, "recipe": recipe}
+        layout = Layout(layout.rows, {**layout.others, "recipe": None})
     names, x = as_tuple(axis_name), jax.tree.leaves(operands["x"])[0]
     base = _spec(x, x_spec)
 

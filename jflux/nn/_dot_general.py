@@ -301,10 +301,15 @@ class DotGeneral:
         specs: Mapping[str, PartitionSpec],
         mesh: Any,
         out_sharding: Any,
-        operands: Mapping[str, jax.Array],
+        operands: Mapping[str, Any],
         results: Any = "y",
         **options: Any,
     ) -> Any:
+        if isinstance(form.recipe, DelayedScaling):  # whose arrays are operands
+            operands, specs = (
+                {**operands, "recipe": form.recipe},
+                {**specs, "recipe": PartitionSpec()},
+            )
         made = global_arrays.with_specs(
             lambda **operands: _call(form, operands, results, **options), "nn.DotGeneral", operands,
             {name: specs[name] for name in operands}, axis_name=self.of.axis_name, mesh=mesh,
@@ -405,7 +410,7 @@ def _call(form: Form, operands: Mapping[str, jax.Array], results: Any = "y", **o
     w = rhs.reshape(math.prod(rhs.shape[:at]), math.prod(rhs.shape[at:]))
     options |= {"transpose_rhs": product.transposed}
     if form.recipe is not None:
-        options["recipe"] = form.recipe
+        options["recipe"] = operands.get("recipe", form.recipe)
     gathered: list[jax.Array] = []
     if not form.by_rows and not form.sequence_parallel:
         y = matmul(x, w, **options)
