@@ -379,6 +379,28 @@ def test_explain_shows_the_products():
     assert all("float8" in one.operands[0] for one in products)
 
 
+@each_recipe
+def test_several_terms(recipe):
+    """One scatter of their sum, and one dx of several products: they are those of each."""
+    recipe = RECIPES[recipe]
+    xs = tuple(normal(i, 8 * WORLD, K) / 16 for i in (0, 1))
+    ws = tuple(normal(i, K, N) / 16 for i in (2, 3))
+    scatter = call("matmul_reduce_scatter", recipe=recipe)
+
+    def together(xs, ws):
+        return scatter(xs, ws) + sum(jflux.matmul(xs[0], ws, recipe=recipe))
+
+    def apart(xs, ws):
+        own = [jflux.matmul(xs[0], w, recipe=recipe) for w in ws]
+        return sum([scatter(x, w) for x, w in zip(xs, ws, strict=True)], sum(own))
+
+    got, want = (
+        run(jax.jit(jax.value_and_grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), (0, 1))), xs, ws)
+        for f in (together, apart)
+    )
+    near(got, want, step=2.0**-6)
+
+
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "all_to_all_matmul"])
 def test_one_gradient_alone(op):
     """What dw needs of dy travels without dx too."""

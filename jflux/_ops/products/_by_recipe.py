@@ -194,21 +194,22 @@ def _multiply(
 ) -> tuple[Sequence[jax.Array], Sequence[Any]]:
     """(the products, x as it was moved) of an op; each w is [n, k]."""
     options["transpose_rhs"] = True
-    if op == "matmul" and len(xs) > 1:
+    terms = _one_term(xs, ws)
+    if op == "matmul" and len(terms[0]) > 1:
         wanted = (options["preferred_element_type"], options["precision"])
-        return [_lax.sum_of_products(xs, ws, *wanted, transpose_rhs=True)], xs
+        return [_lax.sum_of_products(*terms, *wanted, transpose_rhs=True)], xs
     if op == "matmul":
-        return _matmul(xs[0], ws, **options), xs
-    if op == "matmul_reduce_scatter":
-        xs, ws = _one_term(xs, ws)
+        (x,), each = terms
+        return _matmul(x, each, **options), xs
     spec = all_ops()[op]
     function = spec.reference if reference else spec.function
-    x = xs if op == "matmul_reduce_scatter" else xs[0]
-    w = ws[0] if "split_axis" in options else ws
     if op in _RETURNS:
-        y, moved = function(x, w, **{_RETURNS[op]: True}, **options)
+        w = ws[0] if "split_axis" in options else ws
+        y, moved = function(xs[0], w, **{_RETURNS[op]: True}, **options)
         return several(y), [moved]
-    return [function(x, w, **options)], xs
+    if op == "matmul_all_to_all":
+        return [function(xs[0], ws[0], **options)], xs
+    return [function(*terms, **options)], xs
 
 
 def _made(operands: Sequence[Any], params: _Params) -> tuple[Sequence[Any], Any]:
