@@ -265,6 +265,9 @@ def why_no_kernel(x: Scaled, *ws: Scaled, transpose_rhs: bool) -> str | None:
     """Why no kernel takes these scales, or None."""
     if scales_of(x, *ws, transpose_rhs=transpose_rhs) is Scales.OF_SUMS:
         return None
+    entries = [x.scale.shape[-1], *(w.scale.shape[1 if transpose_rhs else 0] for w in ws)]
+    if max(entries) > -(-x.shape[-1] // BLOCK):
+        return "a scale has an entry for each index of k"
     if _has_column_blocks(ws, 0 if transpose_rhs else 1):
         return None
     return f"kernels take blocks of {BLOCK} of k of w only for {BLOCK} columns each"
