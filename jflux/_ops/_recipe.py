@@ -92,8 +92,8 @@ class Recipe:
         dw = q(x)^T @ q(dy)      x [k, m] and dy [n, m] by `dw`, of one each
 
     Each is quantised in blocks of what its product sums over, which is last above. Between forward
-    and backward a rank keeps x's copy, moved as y's product moves it, and w's of dx: 8 bits each,
-    and scales. x's copy for dw is made of that in the backward pass.
+    and backward a rank keeps x's copy, moved as y's product moves it, in 8 bits, of which the
+    backward pass makes that for dw; and w, or, of a :class:`QuantizedWeight`, its copy for dx.
 
     ================  ====================  ==============  ====================  ==================
     recipe            x                     w               dy                    dw
@@ -153,15 +153,9 @@ class Recipe:
           >>> jflux.matmul(jnp.ones((4, 256)), w).shape
           (4, 128)
         """
-        forward, backward = self._copies(lax.stop_gradient(w), transpose_rhs)
+        one, other = self.w.quantize(lax.stop_gradient(w), transpose=True)
+        forward, backward = (one, other) if transpose_rhs else (other, one)
         return QuantizedWeight(w, forward, backward, self, transpose_rhs)
-
-    def _copies(
-        self, w: jax.Array, transpose_rhs: bool, scale: jax.Array | None = None
-    ) -> tuple[Scaled, Scaled]:
-        """w as [n, k] and as [k, n]."""
-        one, other = self.w.quantize(w, transpose=True, scale=scale)
-        return (one, other) if transpose_rhs else (other, one)
 
     def delayed(self, amax_history_length: int = 1024) -> DelayedScaling:
         """The state before the first step of scaling by earlier steps, of a recipe whose scales are

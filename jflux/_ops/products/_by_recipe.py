@@ -217,12 +217,13 @@ def _made(operands: Sequence[Any], params: _Params) -> tuple[Sequence[Any], Any]
     xs, ws, biases, residual, state, copies = params.split(operands)
     recipe = params.recipe
     of_x, of_w = _Delayed.of(0, recipe.x, state), _Delayed.of(1, recipe.w, state)
-    forward, backward = [], []
+    forward, for_dx = [], []
     for w, copy in zip(ws, copies, strict=True):
-        if copy is None:
-            copy = recipe._copies(w, params.transpose_rhs, of_w.scale)
-        forward.append(copy[0])
-        backward.append(copy[1])
+        # The weight itself is a parameter, or its cast, and there anyway. A copy of it for dx would
+        # be more than bfloat16 keeps.
+        for_dx.append(w if copy is None else copy[1])
+        turned = not params.transpose_rhs  # to [n, k]
+        forward.append(_copy(w, turned, recipe, of_w.scale) if copy is None else copy[0])
     options = dict(params.options)
     if any(params.biased):
         each = spread(biases, params.biased)
@@ -239,7 +240,7 @@ def _made(operands: Sequence[Any], params: _Params) -> tuple[Sequence[Any], Any]
         **options,
     )
     kept = [of_x.of_all_ranks(one) for one in moved]
-    return ys, (kept, backward, state, [of_x.largest(xs), of_w.largest(ws)] if state else [])
+    return ys, (kept, for_dx, state, [of_x.largest(xs), of_w.largest(ws)] if state else [])
 
 
 def _forward(call: Any, operands: Sequence[Any], params: _Params) -> tuple[Sequence[Any], Any]:
@@ -283,11 +284,16 @@ def _backward(
     moved: Sequence[Any] = [one for one, _ in quantized]
     if any(x is not None for x in x_types):
         op, options = params.dual
+        scale = _Delayed.of(1, recipe.w, state).scale
+        ws = [
+            w if isinstance(w, Scaled) else _copy(w, params.transpose_rhs, recipe, scale)
+            for w in (ws if params.moves_product else [ws[i] for i in given])
+        ]
         like = next(x for x in x_types if x is not None)
         found, moved = _multiply(
             op,
             moved,
-            ws if params.moves_product else [ws[i] for i in given],
+            ws,
             params.reference,
             preferred_element_type=like.dtype,
             precision=recipe.gradient_precision,
@@ -306,6 +312,14 @@ def _backward(
         dy, turned = (moved[at], None) if params.moves_product else (dys[at], quantized[at][1])
         dws[i] = _weight_gradient(x, dy, turned, params, w.dtype)
     return [*dxs, *dws, *dadded, *dstate, *copies]
+
+
+def _copy(w: jax.Array, turned: bool, recipe: Recipe, scale: jax.Array | None) -> Scaled:
+    """w quantised as it is, or its transpose."""
+    if not turned:
+        return recipe.w.quantize(w, scale=scale)
+    _, copy = recipe.w.quantize(w, transpose=True, scale=scale)
+    return copy
 
 
 def _one_term(xs: Sequence[Scaled], ws: Sequence[Scaled]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -358,7 +372,9 @@ def _along_rows(a: jax.Array | Scaled, form: Format) -> Scaled:
     if isinstance(a, Scaled):
         if a.scale.size == 1 and form.block == (-1, -1) and a.dtype == form.dtype:
             return Scaled(in_rows(a.values).T, a.scale.reshape(1, 1))
-        a = a.dequantize(WIDE)  # exact of scales that are powers of two
+        # In lax, which XLA fuses with what a means. A kernel would read that in 16 bits.
+        params = _quantize.Params(np.dtype(form.dtype), form.block, False, form.power_of_two, False)
+        return Scaled(*_quantize._of_one(in_rows(a.dequantize()).T, None, params)[:2])
     return form.quantize(in_rows(a).T)
 
 
