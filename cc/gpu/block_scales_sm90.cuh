@@ -4,9 +4,9 @@
 // tensor cores' own sums of 8-bit floats do not have.
 //
 // Consumers share each tile, and take turns (MmaOrder): while one multiplies a k-block on the
-// tensor cores, the other scales and adds its own. Left alone they would do the same at the same
-// time. A turn ends before the last instruction of a k-block, so that the tensor cores always have
-// one.
+// tensor cores, the other scales and adds its own. Left alone both would do the same at the same
+// time. A turn ends when half of a k-block is multiplied, so that the tensor cores always have
+// work.
 //
 // An op with such kernels provides
 //
@@ -78,7 +78,7 @@ __device__ __forceinline__ void MultiplyBlocks(Accumulators<Config>& total,
                                                int k_blocks, const BlockScales& scales,
                                                Release&& release) {
   static_assert(Config::kConsumerM64Blocks == 1);
-  constexpr int kLast = kMultiplySteps - 1;
+  constexpr int kHalf = kMultiplySteps / 2;
   // Loaded one k-block ahead.
   BlockScales::Entry next = k_blocks > 0 ? scales.At(0) : BlockScales::Entry{};
   for (int kb = 0; kb < k_blocks; ++kb) {
@@ -89,9 +89,9 @@ __device__ __forceinline__ void MultiplyBlocks(Accumulators<Config>& total,
     const uint32_t a = smem.A(stages.index) + consumer * 8192, b = smem.B(stages.index);
     PinAll<Config>(sums);
     wgmma::Fence();
-    MultiplyStage<Config, 0, kLast>(sums, a, b, /*adds=*/false);
+    MultiplyStage<Config, 0, kHalf>(sums, a, b, /*adds=*/false);
     wgmma::Commit();
-    MultiplyStage<Config, kLast>(sums, a, b, /*adds=*/true);
+    MultiplyStage<Config, kHalf>(sums, a, b, /*adds=*/true);
     wgmma::Commit();
     const BlockScales::Entry scale = next;
     if (kb + 1 < k_blocks) next = scales.At(kb + 1);

@@ -21,13 +21,19 @@ namespace jflux {
 //            group. It is 0 for an all-gather: all tiles wait for the same rows, whatever their
 //            width (666 x 11040 x 4104 on 2 x H200: 62 us in one wave, 88 in two of half as wide
 //            tiles)
+//   of_224, of_256   a column of such a tile; of one of 192 it is 1
 //   x_load, w_load   how much longer rows of x and w take to load than aligned rows (RowLoad)
 struct TileCosts {
   double shared, narrow, exposed_in_single_group;
   double x_load = 1, w_load = 1;
+  double of_224 = 0.965, of_256 = 0.94;
 };
 inline constexpr double kExposed = 0.5;  // what the first tiles wait for, and the last ones send
 inline constexpr TileCosts kGatherCosts{1, 1, 0}, kScatterCosts{1.02, 0.96, kExposed};
+// Of operands of 8 bits in an op whose tiles may lend a stage. With half of the bytes' energy a
+// fourth stage is worth more than wide tiles: 1,435 TF/s with 224 columns, 1,331 with 192, 1,308
+// with 256 (8192 x 12288 x 12288 on one H200; docs/experiments/0056).
+inline constexpr TileCosts kGatherCosts8{1, 1, 0, 1, 1, 0.945, 1.02};
 
 // How much longer a k-block of a row takes to load than if rows were multiples of 64 bytes. With
 // rows of an odd number of 16 bytes TMA reads parts of sectors, with rows of an odd number of 32
@@ -66,8 +72,8 @@ inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int64_t k_
       CeilDiv<int64_t>(m, kGemmTileM * c.cluster_m) * CeilDiv<int64_t>(n, c.tile_n);
   const int64_t waves = CeilDiv<int64_t>(tiles, machine.sm_count / c.cluster_m);
   // Wider tiles use what they read more often. A CTA alone shares w with none.
-  const double per_column = c.tile_n == 256    ? 0.94
-                            : c.tile_n == 224  ? 0.965
+  const double per_column = c.tile_n == 256    ? costs.of_256
+                            : c.tile_n == 224  ? costs.of_224
                             : c.tile_n == 192  ? (c.cluster_m == 1 ? 1.03 : 1.0)
                             : c.cluster_m == 1 ? 1.15
                             : c.tile_n == 160  ? 1.06

@@ -118,11 +118,16 @@ inline KPanelLayout CudaLayoutOf(const AllGatherMatmulParams& p) {
   return KPanelLayout::Make(p.rows, p.k * SizeOf(p.dtype));
 }
 
+inline TileCosts AllGatherCosts(DType dtype, int64_t k, int64_t n, bool transpose_rhs, int world) {
+  const TileCosts& costs = SizeOf(dtype) == 1 ? kGatherCosts8 : kGatherCosts;
+  return Loading(costs, k * SizeOf(dtype), n * SizeOf(dtype), transpose_rhs, world);
+}
+
 inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, int64_t k,
                                   DType dtype, const Machine& machine, bool transpose_rhs = false) {
   const int64_t m = world * rows_per_rank, k_bytes = k * SizeOf(dtype);
   if (m <= kGemmTileM) return ChooseFew(m, n, k_bytes, machine, kGatherSplits);
-  const TileCosts costs = Loading(kGatherCosts, k_bytes, n * SizeOf(dtype), transpose_rhs, world);
+  const TileCosts costs = AllGatherCosts(dtype, k, n, transpose_rhs, world);
   const GemmChoice c = ChooseGemm(world, rows_per_rank, n, k_bytes, machine, costs);
   return GatherGroups(c, world, rows_per_rank, n, machine);
 }
@@ -131,10 +136,9 @@ inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, i
 inline GemmChoice FitWeights(GemmChoice wanted, const AllGatherMatmulParams& p, bool gated,
                              bool block_scales, const Machine& machine) {
   const int64_t rows = p.rows.Total(), k_bytes = p.k * SizeOf(p.dtype);
-  const int64_t n_bytes = p.n * SizeOf(p.dtype);
   const GemmChoice choice =
       gated ? ForGate(wanted, rows, p.n, k_bytes, machine,
-                      Loading(kGatherCosts, k_bytes, n_bytes / 2, p.transpose_rhs, p.rows.world))
+                      AllGatherCosts(p.dtype, p.k, p.n / 2, p.transpose_rhs, p.rows.world))
             : FitSplits(wanted, rows, k_bytes, kGatherSplits);
   return block_scales ? ForBlockScales(choice, gated) : choice;
 }
