@@ -34,7 +34,7 @@ from .._recipe import (
     Recipe,
     in_rows,
 )
-from .._scaled import BLOCK, Scaled
+from .._scaled import BLOCK, Scaled, why_no_kernel
 from .._spec import all_ops
 from ._product import PRODUCT
 from ._product import columns as columns_of
@@ -376,6 +376,9 @@ def _weight_gradient(
     lhs, rhs = _along_rows(x, of_x), _along_rows(dy, of_dy) if turned is None else turned
     if params.transpose_rhs:
         lhs, rhs = rhs, lhs
+    if of_x.power_of_two and of_dy.power_of_two and why_no_kernel(lhs, rhs, transpose_rhs=True):
+        # bfloat16 holds values times powers of two, so this is their product too, and no loop.
+        return _lax.matmul(lhs.dequantize(WIDE), rhs.dequantize(WIDE), dtype, None, True)
     return _matmul(
         lhs, rhs, transpose_rhs=True, preferred_element_type=dtype,
         precision=recipe.gradient_precision,
