@@ -99,11 +99,12 @@ inline bool SharesK(const GemmChoice& c, int64_t m, int64_t row_bytes, int32_t m
 // Why the kernels of a product do not take operands of these formats and sizes; empty if they do.
 // k, n: of each weight. Rows are whole vectors, of operands and results.
 inline std::string WhyNotOperands(const OpFormats& op, FormatSet machine, DType dtype,
-                                  DType out_dtype, int64_t k, int64_t n, bool transpose_rhs) {
-  std::string why = WhyNotFormats(op, machine, dtype, out_dtype);
+                                  DType w_dtype, DType out_dtype, int64_t k, int64_t n,
+                                  bool transpose_rhs) {
+  std::string why = WhyNotFormats(op, machine, dtype, w_dtype, out_dtype);
   if (!why.empty()) return why;
-  if (FormatOf(dtype).k_major && !transpose_rhs) {
-    return std::string("w of ") + FormatOf(dtype).name + " must be stored [n, k]";
+  if (FormatOf(w_dtype).k_major && !transpose_rhs) {
+    return std::string("w of ") + FormatOf(w_dtype).name + " must be stored [n, k]";
   }
   const int64_t vector = kVectorBytes / SizeOf(dtype);
   if (k % vector == 0 && n % vector == 0) return "";
@@ -118,7 +119,7 @@ template <typename Params>
 std::string WhyNotShards(const OpFormats& op, FormatSet machine, const Params& p) {
   const bool strided = p.rows.outer > 1 && (p.split_rows || p.concat_rows);
   if (strided && p.rows.inner % kGemmTileM != 0) return kStraddlingTiles;
-  return WhyNotOperands(op, machine, p.dtype, p.out_dtype, p.k, p.n, p.transpose_rhs);
+  return WhyNotOperands(op, machine, p.dtype, p.dtype, p.out_dtype, p.k, p.n, p.transpose_rhs);
 }
 
 // The choice for a call with scales of blocks. `gated`: half of a tile's columns belong to each of

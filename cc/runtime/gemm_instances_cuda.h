@@ -163,13 +163,14 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
 }
 
 // The files of an op's instances have its kernels, and no other file.
-#define JFLUX_INSTANCES_APART(Instances)                                \
-  extern template struct GemmFamily<Instances, DType::kF16, false>;     \
-  extern template struct GemmFamily<Instances, DType::kF16, true>;      \
-  extern template struct GemmFamily<Instances, DType::kBF16, false>;    \
-  extern template struct GemmFamily<Instances, DType::kBF16, true>;     \
-  extern template struct GemmFamily<Instances, DType::kF8E4M3FN, true>; \
-  extern template struct GemmFamily<Instances, DType::kF8E4M3FN, true, true>
+#define JFLUX_INSTANCES_APART(Instances)                                      \
+  extern template struct GemmFamily<Instances, DType::kF16, false>;           \
+  extern template struct GemmFamily<Instances, DType::kF16, true>;            \
+  extern template struct GemmFamily<Instances, DType::kBF16, false>;          \
+  extern template struct GemmFamily<Instances, DType::kBF16, true>;           \
+  extern template struct GemmFamily<Instances, DType::kF8E4M3FN, true>;       \
+  extern template struct GemmFamily<Instances, DType::kF8E4M3FN, true, true>; \
+  extern template struct GemmFamily<Instances, DType::kF8E5M2, true>
 
 // The tensor map of w as LoadB (gpu/gemm_operands_sm90.cuh) reads it. `halves`: w is half of a
 // tile's columns.

@@ -251,7 +251,7 @@ def scales_of(
     k_of_w = 1 if transpose_rhs else 0
     if x.scale.shape[-1] > 1 or any(w.scale.shape[k_of_w] > 1 for w in ws):
         return Scales.OF_BLOCKS
-    repeats = is_highest(precision) and x.dtype != jnp.int8
+    repeats = is_highest(precision) and x.dtype == jnp.float8_e4m3fn
     return Scales.OF_BLOCKS if repeats and _has_column_blocks(ws, 1 - k_of_w) else Scales.OF_SUMS
 
 
@@ -264,6 +264,8 @@ def why_no_kernel(x: Scaled, *ws: Scaled, transpose_rhs: bool) -> str | None:
     """Why no kernel takes these scales, or None."""
     if scales_of(x, *ws, transpose_rhs=transpose_rhs) is Scales.OF_SUMS:
         return None
+    if x.dtype != jnp.float8_e4m3fn:
+        return f"kernels take scales of blocks of float8_e4m3fn, x is {x.dtype}"
     if _has_column_blocks(ws, 0 if transpose_rhs else 1):
         return None
     return f"kernels take blocks of {BLOCK} of k of w only for {BLOCK} columns each"

@@ -100,17 +100,14 @@ bool AllGatherMatmulCpu(const AllGatherMatmulParams& params, const CpuTiling& ti
                         const AllGatherMatmulArrays& arrays, const SymmetricView& view,
                         uint64_t epoch, const WaitContext& ctx);
 
-inline constexpr OpFormats kAllGatherMatmulFormats{kHalves | SetOf(DType::kF8E4M3FN),
-                                                   SetOf(DType::kBF16, DType::kF32)};
+inline constexpr OpFormats kAllGatherMatmulFormats{
+    kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2), SetOf(DType::kBF16, DType::kF32)};
 inline constexpr OpFormats kAllGatherMatmulCpuFormats{
     kWideFormats | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
     SetOf(DType::kF16, DType::kBF16, DType::kF32, DType::kS32)};
 inline std::string WhyNoKernel(const AllGatherMatmulParams& p, FormatSet machine = kWgmmaFormats) {
-  std::string why =
-      WhyNotFormats(kAllGatherMatmulFormats, machine, p.dtype, p.DTypeOfW(), p.out_dtype);
-  if (!why.empty()) return why;
-  return WhyNotOperands(kAllGatherMatmulFormats, machine, p.dtype, p.out_dtype, p.k, p.n,
-                        p.transpose_rhs);
+  return WhyNotOperands(kAllGatherMatmulFormats, machine, p.dtype, p.DTypeOfW(), p.out_dtype, p.k,
+                        p.n, p.transpose_rhs);
 }
 
 inline KPanelLayout CudaLayoutOf(const AllGatherMatmulParams& p) {
