@@ -9,13 +9,16 @@ weight its part. Three contestants run the same functions:
   XLA     `jflux.reference`: all_gather, dot, dot, psum_scatter
   alone   the same products, with copies and sums of a rank's own data instead of communication
 
-What a contestant takes beyond "alone" is communication that is exposed.
+What a contestant takes beyond "alone" is communication that is exposed. `--recipe block` adds
+
+  8 bits  jflux's ops by this recipe; weights are quantised in each step
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +83,21 @@ class Alone:
 
 
 CONTESTANTS = {"jflux": jflux, "XLA": jflux.reference, "alone": Alone}
+
+_BLOCK = jflux.Recipe.block
+RECIPES = {
+    "tensor": jflux.Recipe.tensor,
+    "row": jflux.Recipe.row,
+    "block": _BLOCK,
+    "block_16": dataclasses.replace(_BLOCK, dw=None),  # dw in bfloat16
+    "block_squares": dataclasses.replace(_BLOCK, dw=(_BLOCK.x, _BLOCK.w)),  # of dy for dw
+}
+
+
+def by_recipe(name: str) -> Any:
+    ops = ("all_gather_matmul", "matmul_reduce_scatter")
+    given = {op: functools.partial(getattr(jflux, op), recipe=RECIPES[name]) for op in ops}
+    return types.SimpleNamespace(**given)
 
 
 def shapes_of(model: Model, part: str) -> dict[str, tuple[tuple[int, int], P]]:
@@ -163,7 +181,9 @@ def heap_used() -> int:
     return _heap.usage("cuda") if jax.default_backend() == "gpu" else 0
 
 
-def measure(model: Model, part: str, mesh: Mesh, tokens: int, rounds: int) -> dict[str, Any]:
+def measure(
+    model: Model, part: str, mesh: Mesh, tokens: int, rounds: int, recipe: str | None = None
+) -> dict[str, Any]:
     """One row: seconds of each contestant, and the memory that it takes beside its operands. The
     heap has to be new: what an earlier row's calls took would not be counted."""
     if heap_used():
@@ -178,8 +198,10 @@ def measure(model: Model, part: str, mesh: Mesh, tokens: int, rounds: int) -> di
     specs = (P(AXIS, None), {name: spec for name, (_, spec) in shapes.items()})
     iterations = trials.iterations_for(0.05, flops(model, part, tokens, ranks))
     row: dict[str, Any] = {"model": model.name, "part": part, "tokens": tokens, "memory": {}}
-    runs = {}
-    for name, ops in CONTESTANTS.items():
+    contestants, runs = dict(CONTESTANTS), {}
+    if recipe is not None:
+        row["recipe"], contestants["8 bits"] = recipe, by_recipe(recipe)
+    for name, ops in contestants.items():
         both = forward_and_backward(ops, model, part)
         before = heap_used()
         once = trials.compiled(both, mesh, specs, (specs[0], *specs), x, w)
@@ -196,7 +218,8 @@ def measure(model: Model, part: str, mesh: Mesh, tokens: int, rounds: int) -> di
 
 
 COLUMNS = ("model", "part", "tokens", "alone ms", "XLA ms", "jflux ms", "jflux / XLA",
-           "exposed ms, XLA", "jflux", "MiB, XLA", "jflux", "heap")  # fmt: skip
+           "exposed ms, XLA", "jflux", "MiB, XLA", "jflux", "heap", "recipe", "8 bits ms",
+           "jflux / 8 bits", "MiB, 8 bits", "heap, 8 bits")  # fmt: skip
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -207,12 +230,25 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [
         row["model"], row["part"], str(row["tokens"]), f"{alone:.3f}", f"{xla:.3f}", f"{ours:.3f}",
         f"{ours / xla:.3f}", f"{xla - alone:.3f}", f"{ours - alone:.3f}",
-        *(f"{one:.0f}" for one in (*memory, heap)),
+        *(f"{one:.0f}" for one in (*memory, heap)), *_of_recipe(row),
     ]  # fmt: skip
 
 
+def _of_recipe(row: dict[str, Any]) -> list[str]:
+    if "recipe" not in row:
+        return [""] * 5
+    time, memory = row["8 bits"]["median"] * 1e3, row["memory"]["8 bits"]
+    ratio = row["jflux"]["median"] * 1e3 / time
+    mib = [f"{memory[name] / 2**20:.0f}" for name in ("xla", "heap")]
+    return [row["recipe"], f"{time:.3f}", f"{ratio:.3f}", *mib]
+
+
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("model", "part", "tokens", "recipe") if name in row)
+
+
 TABLE = command.Table(
-    "blocks", lambda row: (row["model"], row["part"], row["tokens"]),
+    "blocks", key_of,
     lambda _: " | ".join(COLUMNS), command.joined(cells),
 )  # fmt: skip
 
@@ -221,16 +257,18 @@ def main() -> int:
     options = command.parser(__doc__, rounds=5, ranks=jax.device_count())
     options.add_argument("--tokens", type=int, default=8192)
     options.add_argument("--heap-gib", type=int, default=8)
+    options.add_argument("--recipe", choices=RECIPES, help="a contestant in 8 bits")
     args = options.parse_args()
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), (AXIS,))
 
     def row_of(model: Model, part: str) -> command.Row:
         jflux.shutdown()
         jflux.init(heap_bytes=args.heap_gib << 30)
-        return measure(model, part, mesh, args.tokens, args.rounds)
+        return measure(model, part, mesh, args.tokens, args.rounds, args.recipe)
 
+    by = [] if args.recipe is None else [args.recipe]
     wanted = {
-        (model.name, part, args.tokens): functools.partial(row_of, model, part)
+        (model.name, part, args.tokens, *by): functools.partial(row_of, model, part)
         for model in MODELS
         for part in ("mlp", "block")
     }

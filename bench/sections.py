@@ -168,7 +168,7 @@ SECTIONS: dict[str, Section] = {
         _of("MLPs and transformer blocks, forward and backward"),
         "blocks",
         _always(""),
-        lambda result: plain_table(blocks.COLUMNS, map(blocks.cells, result["blocks"])),
+        lambda result: filled_table(blocks.COLUMNS, map(blocks.cells, result["blocks"])),
     ),
     "grids": Section(
         lambda result: f"Every grid of {title(result)}: GPT blocks, forward and backward",

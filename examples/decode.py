@@ -13,8 +13,9 @@ turns; the table has the medians over `--rounds`::
     python examples/decode.py --weights Qwen3-30B-A3B         # or of another Qwen3, dense or MoE
 
 Weights are random unless files are given: a directory with Hugging Face's `config.json` and
-safetensors, or the files one by one, with the `config.json` beside them. Without a GPU it runs on
-eight virtual devices, and wants a small model.
+safetensors, or the files one by one, with the `config.json` beside them. Weights in 8 bits with a
+scale for each 128 x 128, as Qwen3-8B-FP8's, stay so; activations are quantised for them. Without a
+GPU it runs on eight virtual devices, and wants a small model.
 
 Then both get jflux's tokens, and their logits are compared. Where two logits are equal but for
 rounding, each may choose another token, and from there on write another text; logits on the same

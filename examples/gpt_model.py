@@ -34,6 +34,8 @@ class Config:
       dtype: of activations and products; parameters are float32.
       ops: where `all_gather_matmul` and `matmul_reduce_scatter` come from: `jflux`, or
         `jflux.reference` for the same model in plain `lax`.
+      recipe: a `jflux.Recipe`, by which the products of the blocks are made in 8 bits. That of the
+        logits is not: it is small, and errors of it are errors of the loss.
     """
 
     layers: int
@@ -42,6 +44,7 @@ class Config:
     vocab: int = 256
     dtype: Any = jnp.float32
     ops: Any = jflux
+    recipe: jflux.Recipe | None = None
 
     @property
     def width(self) -> int:
@@ -54,7 +57,7 @@ class ColumnParallel(nnx.Module):
     def __init__(self, k: int, n: int, config: Config, rngs: nnx.Rngs):
         kernel = jax.random.normal(rngs.params(), (k, n)) * k**-0.5
         self.kernel = nnx.Param(kernel, out_sharding=(None, "tp"))
-        self.matmul = config.ops.all_gather_matmul
+        self.matmul = functools.partial(config.ops.all_gather_matmul, recipe=config.recipe)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.matmul(x, self.kernel[...].astype(x.dtype), axis_name="tp")
@@ -67,7 +70,7 @@ class RowParallel(nnx.Module):
         # These two per layer write to the residual stream, whose variance should not grow.
         kernel = jax.random.normal(rngs.params(), (k, n)) * (2 * config.layers * k) ** -0.5
         self.kernel = nnx.Param(kernel, out_sharding=("tp", None))
-        self.matmul = config.ops.matmul_reduce_scatter
+        self.matmul = functools.partial(config.ops.matmul_reduce_scatter, recipe=config.recipe)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.matmul(x, self.kernel[...].astype(x.dtype), axis_name="tp")
@@ -116,7 +119,8 @@ class GPT(nnx.Module):
         self.embed = nnx.Embed(config.vocab, config.width, dtype=config.dtype, rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
-        self.head = ColumnParallel(config.width, config.vocab, config, rngs)
+        in_16_bits = dataclasses.replace(config, recipe=None)
+        self.head = ColumnParallel(config.width, config.vocab, in_16_bits, rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """This rank's positions in, its part of the vocabulary out: [b, s/tp] -> [b, s, v/tp]."""

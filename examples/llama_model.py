@@ -229,12 +229,22 @@ def context_rank(config: Config) -> jax.Array | int:
     return 0 if config.context_axis is None else lax.axis_index(config.context_axis)
 
 
+def operands(x: jax.Array, w: Any) -> tuple[Any, Any]:
+    """x and w of a product. Where w has scales, x has its own in 8 bits: one for each 128 elements
+    of a token."""
+    if isinstance(w[0] if isinstance(w, tuple) else w, jflux.Scaled):
+        return jflux.quantize(x, jnp.float8_e4m3fn, block=(1, 128)), w
+    return x, w
+
+
 def sum_add_norm(
     ops: Any, part: jax.Array, w: jax.Array, x: jax.Array, scale: jax.Array, epsilon: float
 ) -> tuple[jax.Array, jax.Array]:
     """Adds ``part @ w``, summed over ranks, to the residual stream x: the new x, and its norm."""
     norm = jflux.RMSNorm(scale, epsilon)
-    return ops.matmul_all_reduce(part, w, axis_name=AXIS, residual=x, norm=norm)
+    return ops.matmul_all_reduce(
+        *operands(part, w), axis_name=AXIS, residual=x, norm=norm, preferred_element_type=x.dtype
+    )
 
 
 def mixture(ops: Any, config: Config, w: Weights, h: jax.Array, *, split: bool) -> jax.Array:
@@ -395,18 +405,19 @@ def prefill(
     h = rms_norm(x, weights["layers"][0]["attention_norm"], config.epsilon)
     cache = []
     for w, scale in zip(weights["layers"], scales_of(weights), strict=True):
-        qkv = ops.all_gather_matmul(h, w["qkv"], axis_name=AXIS).reshape(b, padded, -1)
+        to: Any = {"axis_name": AXIS, "preferred_element_type": h.dtype}
+        qkv = ops.all_gather_matmul(*operands(h, w["qkv"]), **to).reshape(b, padded, -1)
         q, k, v = split_heads(config, w, qkv, first + jnp.arange(padded))
         o = attend_prompt(ops, config, q, k, v).reshape(b * padded, -1)
-        x = ops.matmul_reduce_scatter(o, w["o"], axis_name=AXIS, residual=x)
+        x = ops.matmul_reduce_scatter(*operands(o, w["o"]), residual=x, **to)
         h = rms_norm(x, w["mlp_norm"], config.epsilon)
         if "router" in w:
             y = mixture(ops, config, w, h, split=True)
             x += ops.reduce_scatter(y, axis_name=AXIS, tiled=True)
         else:
-            gate_up = (w["gate"], w["up"])
-            y = ops.all_gather_matmul(h, gate_up, axis_name=AXIS, activation="silu", gated=True)
-            x = ops.matmul_reduce_scatter(y, w["down"], axis_name=AXIS, residual=x)
+            gate_up = operands(h, (w["gate"], w["up"]))
+            y = ops.all_gather_matmul(*gate_up, activation="silu", gated=True, **to)
+            x = ops.matmul_reduce_scatter(*operands(y, w["down"]), residual=x, **to)
         h = rms_norm(x, scale, config.epsilon)
         cache.append(make_cache(ops, config, k, v, tokens=s, length=length))
     axes = AXIS if config.context_axis is None else (config.context_axis, AXIS)
@@ -434,7 +445,9 @@ def step(
     x, h = ops.all_reduce(own_rows(weights["embed"], token), axis_name=AXIS, norm=norm)
     new_cache = []
     for w, scale, kv in zip(weights["layers"], scales_of(weights), cache, strict=True):
-        q, *kv_of_token = split_heads(config, w, (h @ w["qkv"])[:, None], position[None])
+        to: Any = {"preferred_element_type": h.dtype}
+        qkv = jflux.matmul(*operands(h, w["qkv"]), **to)
+        q, *kv_of_token = split_heads(config, w, qkv[:, None], position[None])
         o, kv = attend_cache(ops, config, kv, q, kv_of_token, position)
         x, h = sum_add_norm(ops, o, w["o"], x, w["mlp_norm"], config.epsilon)
         if "router" in w:
@@ -442,7 +455,8 @@ def step(
             norm = jflux.RMSNorm(scale, config.epsilon)
             x, h = ops.all_reduce(y, axis_name=AXIS, residual=x, norm=norm)
         else:
-            y = jax.nn.silu(h @ w["gate"]) * (h @ w["up"])
+            gate, up = jflux.matmul(*operands(h, (w["gate"], w["up"])), **to)
+            y = jax.nn.silu(gate) * up
             x, h = sum_add_norm(ops, y, w["down"], x, scale, config.epsilon)
         new_cache.append(kv)
     return logits_of(weights, h), new_cache

@@ -17,7 +17,40 @@ from jax.sharding import PartitionSpec as P
 from llama_model import AXIS, HEAD_NORMS, Config, Weights, check, shapes, specs
 from tqdm import tqdm
 
+import jflux
+
 Index = tuple[slice, ...]
+
+#: Of files in 8 bits: the type of weights, whose name with this ending is that of their scales, one
+#: for each square of so many rows and columns. DeepSeek-V3's and Qwen3's are so.
+EIGHT_BITS = np.dtype(jnp.float8_e4m3fn)
+SCALES, BLOCK = "_scale_inv", 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A tensor [out, in] in 8 bits and its scales, of which nothing is read before a slice is
+    taken: in float32."""
+
+    values: Any
+    scale: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return shape_of(self.values)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        index = index if isinstance(index, tuple) else (index, slice(None))
+        at = [range(*i.indices(n)) for i, n in zip(index, self.shape, strict=True)]
+        blocks = tuple(slice(a.start // BLOCK, -(-a.stop // BLOCK)) for a in at)
+        scale = np.asarray(self.scale[blocks]).astype(np.float32)
+        places = [np.asarray(a) // BLOCK - b.start for a, b in zip(at, blocks, strict=True)]
+        return np.asarray(self.values[index]).astype(np.float32) * scale[np.ix_(*places)]
+
+
+def shape_of(tensor: Any) -> tuple[int, ...]:
+    """Of an array, or of what `open_safetensors` returns."""
+    return tuple(tensor.shape if hasattr(tensor, "shape") else tensor.get_shape())
 
 
 def random(config: Config, mesh: Mesh, key: jax.Array) -> Weights:
@@ -128,17 +161,29 @@ def check_tensors(config: Config, tensors: Mapping[str, Any]) -> None:
             "--layers than it has"
         )
     for name, shape in wanted.items():
-        found = tensors[name]
-        there = tuple(found.shape if hasattr(found, "shape") else found.get_shape())
+        there = shape_of(tensors[name])
         if there != shape:
             raise ValueError(
                 f"{name} has the shape {there}, not {shape}; give the config.json that belongs to "
                 "these weights"
             )
+    scales = {}
+    for name, shape in wanted.items():
+        if name + SCALES in tensors and len(shape) == 2:
+            scales[name + SCALES] = tuple(-(-size // BLOCK) for size in shape)
+        elif getattr(tensors[name], "dtype", None) == EIGHT_BITS:
+            raise ValueError(f"{name} is in 8 bits, and there is no {name + SCALES}")
+    for name, shape in scales.items():
+        if shape_of(tensors[name]) != shape:
+            raise ValueError(
+                f"{name} has the shape {shape_of(tensors[name])}, not {shape}: one scale for each "
+                f"{BLOCK} x {BLOCK}"
+            )
+    wanted |= scales
     if odd := [name for name in tensors if name not in wanted and not _unused(config, name)]:
         raise ValueError(
             f"a {model_of(config)} has no tensor {_first(odd)}; give the weights of one, without "
-            "adapters or quantization"
+            "adapters, and without quantization but for scales of squares"
         )
 
 
@@ -161,7 +206,9 @@ def from_tensors(config: Config, mesh: Mesh, tensors: Mapping[str, Any]) -> Weig
 
     Args:
       tensors: what `open_safetensors` returns, or NumPy arrays. Those of a product are [out, in].
-        A rank's part alone is read of each; layers beyond `config.layers` are left out.
+        A rank's part alone is read of each; layers beyond `config.layers` are left out. Weights
+        that have scales, of which each rank has whole squares, stay in 8 bits, as `jflux.Scaled`;
+        others, and those of experts, become `config.dtype`.
 
     Raises:
       ValueError: as `check` and `check_tensors` do, before any is read.
@@ -169,11 +216,15 @@ def from_tensors(config: Config, mesh: Mesh, tensors: Mapping[str, Any]) -> Weig
     ranks = mesh.shape[AXIS]
     check(config, ranks)
     check_tensors(config, tensors)
+    tensors = {
+        name: Quantized(found, tensors[name + SCALES]) if name + SCALES in tensors else found
+        for name, found in tensors.items()
+    }
 
-    def place(shape: tuple[int, ...], spec: P, part: Any) -> jax.Array:
+    def place(shape: tuple[int, ...], spec: P, part: Any, dtype: Any = config.dtype) -> jax.Array:
         def of_device(index: Index) -> np.ndarray:
             bounds = [slice(*i.indices(n)[:2]) for i, n in zip(index, shape, strict=True)]
-            return np.asarray(part(*bounds)).astype(config.dtype)
+            return np.asarray(part(*bounds)).astype(dtype)
 
         return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), of_device)
 
@@ -181,9 +232,25 @@ def from_tensors(config: Config, mesh: Mesh, tensors: Mapping[str, Any]) -> Weig
         found = tensors[f"{name}.weight"]
         return place(shape, spec, lambda *index: found[index])
 
-    def transposed(name: str, shape: tuple[int, ...], spec: P) -> jax.Array:
-        found = tensors[f"{name}.weight"]
-        return place(shape, spec, lambda rows, columns: found[columns, rows].T)
+    def product(names: Sequence[str], shape: tuple[int, ...], spec: P, part_of: Any) -> Any:
+        """A weight of these tensors, whose part [rows, columns] is ``part_of(tensors, rows,
+        columns, block)``: of tensors of which each element is one, or a block of so many."""
+        found = [tensors[f"{name}.weight"] for name in names]
+
+        def made(of: Any, dtype: Any, block: int = 1) -> jax.Array:
+            each = [of(one) for one in found]
+            size = tuple(n // block for n in shape)
+            return place(size, spec, lambda *at: part_of(each, *at, block), dtype)
+
+        parts = [n // (ranks if axis else 1) for n, axis in zip(shape, spec, strict=True)]
+        parts += [config.head_dim] if len(found) > 1 else []
+        if any(n % BLOCK for n in parts) or not all(isinstance(one, Quantized) for one in found):
+            return made(lambda one: one, config.dtype)
+        scale = made(lambda one: one.scale, jnp.float32, BLOCK)
+        return jflux.Scaled(made(lambda one: one.values, EIGHT_BITS), scale)
+
+    def transposed(found: Sequence[Any], rows: slice, columns: slice, block: int) -> np.ndarray:
+        return found[0][columns, rows].T
 
     def of_experts(prefix: str, ours: str, shape: tuple[int, ...], spec: P) -> jax.Array:
         """[experts, in, out] of so many tensors [out, in]."""
@@ -195,29 +262,27 @@ def from_tensors(config: Config, mesh: Mesh, tensors: Mapping[str, Any]) -> Weig
 
         return place(shape, spec, part)
 
-    def qkv(prefix: str, shape: tuple[int, ...], spec: P) -> jax.Array:
-        dim, groups = config.head_dim, config.groups(ranks)
+    def qkv(given: Sequence[Any], rows: slice, columns: slice, block: int) -> np.ndarray:
+        dim, groups = config.head_dim // block, config.groups(ranks)
         queries, copies = config.heads // groups, groups // config.kv_heads
-        q, *kv = (tensors[f"{prefix}.{name}_proj.weight"] for name in "qkv")
-
-        def part(rows: slice, columns: slice) -> np.ndarray:
-            width = (queries + 2) * dim  # of a group
-            found = []
-            for group in range(columns.start // width, columns.stop // width):
-                found.append(q[group * queries * dim : (group + 1) * queries * dim, rows])
-                head = group // copies
-                found.extend(one[head * dim : (head + 1) * dim, rows] for one in kv)
-            return np.concatenate(found).T
-
-        return place(shape, spec, part)
+        q, *kv = given
+        width = (queries + 2) * dim  # of a group
+        found = []
+        for group in range(columns.start // width, columns.stop // width):
+            found.append(q[group * queries * dim : (group + 1) * queries * dim, rows])
+            head = group // copies
+            found.extend(one[head * dim : (head + 1) * dim, rows] for one in kv)
+        return np.concatenate(found).T
 
     def layer(i: int, wanted: Weights, split: Weights) -> Weights:
-        found = {"qkv": qkv(f"model.layers.{i}.self_attn", wanted["qkv"], split["qkv"])}
+        names = [f"model.layers.{i}.self_attn.{name}_proj" for name in "qkv"]
+        found = {"qkv": product(names, wanted["qkv"], split["qkv"], qkv)}
         for ours in MLP if config.is_mixture(i) else ():
             found[ours] = of_experts(f"model.layers.{i}", ours, wanted[ours], split[ours])
         for ours, theirs in names_of_layer(config, i).items():
-            read = plain if len(wanted[ours]) == 1 else transposed
-            found[ours] = read(f"model.layers.{i}.{theirs}", wanted[ours], split[ours])
+            name, where = f"model.layers.{i}.{theirs}", (wanted[ours], split[ours])
+            is_vector = len(wanted[ours]) == 1
+            found[ours] = plain(name, *where) if is_vector else product([name], *where, transposed)
         return found
 
     wanted, split = shapes(config, ranks), specs(config)
@@ -281,7 +346,22 @@ def open_safetensors(paths: Sequence[Path]) -> dict[str, Any]:
         except SafetensorError as e:
             raise ValueError(f"{file} is no safetensors file ({e}); download it again") from None
         found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        found |= _in_8_bits(file)
     return found
+
+
+def _in_8_bits(file: Path) -> dict[str, np.ndarray]:
+    """The float8_e4m3fn tensors of a file, which its NumPy reader has no type for."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    return {
+        name: np.memmap(
+            file, EIGHT_BITS, "r", 8 + size + said["data_offsets"][0], tuple(said["shape"])
+        )
+        for name, said in header.items()
+        if said.get("dtype") == "F8_E4M3"
+    }
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -313,6 +393,14 @@ def config_from_json(path: Path) -> Config:
 _MIXTURES = ("mixtral", "qwen3_moe")
 
 
+def _is_of_other_scales(said: Any) -> bool:
+    """Whether weights are quantised in another way than by a scale for each square."""
+    if not said:
+        return False
+    kind, blocks = said.get("quant_method"), said.get("weight_block_size")
+    return (kind, blocks) != ("fp8", [BLOCK, BLOCK])
+
+
 def _config_of(said: dict[str, Any], path: Path) -> Config:
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     width, heads = said["hidden_size"], said["num_attention_heads"]
@@ -331,7 +419,7 @@ def _config_of(said: dict[str, Any], path: Path) -> Config:
         "mlp_bias": said.get("mlp_bias"),
         "sliding_window": slides,
         "layer_types": not set(said.get("layer_types") or ()) <= {"full_attention"},
-        "quantization_config": said.get("quantization_config"),
+        "quantization_config": _is_of_other_scales(said.get("quantization_config")),
     }
     if any(odd.values()):
         raise ValueError(

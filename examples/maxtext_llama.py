@@ -118,12 +118,12 @@ def step_of(model: Transformer):
     return params, jax.value_and_grad(loss)
 
 
-def both(config, mesh: Mesh):
+def both(config, mesh: Mesh, recipe: str | None = None):
     """(plain, fused), of the same parameters: each the loss, the gradients by name, and the text of
-    the compiled program."""
+    the compiled program. With a recipe, by its name, the products of `fused` are in 8 bits."""
     shape = config.global_batch_size_to_train_on, config.max_target_length + 1
     tokens = jax.random.randint(jax.random.key(2), shape, 0, config.vocab_size)
-    tp = jflux.nn.TensorParallel(AXIS, x_spec=P(("data", "fsdp"), CONTEXT_AXIS))
+    tp = jflux.nn.TensorParallel(AXIS, x_spec=P(("data", "fsdp"), CONTEXT_AXIS), recipe=recipe)
     results = []
     with jax.set_mesh(mesh), nn.logical_axis_rules(config.logical_axis_rules):
         params, plain = step_of(model_of(config, mesh, None))
@@ -147,10 +147,12 @@ def main() -> None:
     parser.add_argument("--scan", action="store_true", help="MaxText's scan over layers")
     parser.add_argument("--remat", default="none", help="MaxText's remat_policy")
     parser.add_argument("--context", type=int, default=1, help="ranks that share a sequence")
+    recipes = [f"jflux_fp8_{name}" for name in ("tensor", "row", "block")]
+    parser.add_argument("--recipe", choices=recipes, help="jflux's products in 8 bits")
     args = parser.parse_args()
     changes = {"scan_layers": args.scan, "remat_policy": args.remat}
     config = config_of(args.devices, args.ranks, args.context, **changes)
-    plain, fused = both(config, mesh_of(config, args.devices))
+    plain, fused = both(config, mesh_of(config, args.devices), args.recipe)
     print(f"loss: MaxText {plain[0]:.7f}, with jflux {fused[0]:.7f}")
     worst = max(float(abs(fused[1][name] - g).max() / abs(g).max()) for name, g in plain[1].items())
     print(f"gradients: {len(plain[1])}, largest difference / largest element: {worst:.1e}")

@@ -9,6 +9,7 @@ the first steps (--compare), which show that::
     python examples/train_gpt.py                  # all devices tensor-parallel
     python examples/train_gpt.py --data 2         # two data-parallel groups
     python examples/train_gpt.py --no-reference   # the jflux model alone
+    python examples/train_gpt.py --recipe block   # in 8 bits, compared with 16 (or 32) bits
 
 On a grid, a model of the same kind (grid_gpt_model.py) is made of jflux.parallel's layers, and
 split in up to three dimensions beside the batch. It is compared with the same model in jax.numpy on
@@ -224,14 +225,17 @@ def on_one_axis(args: argparse.Namespace, size: Preset, schedule: optax.Schedule
         vocab=round_up(256, tp),
         dtype=size.dtype,
     )
-    ops = {"jflux": jflux} if args.no_reference else {"jflux": jflux, "lax": jflux.reference}
+    changes: dict[str, Any] = {"jflux": {}, "lax": {"ops": jflux.reference}}
+    if args.recipe:
+        in_8_bits = {"recipe": getattr(jflux.Recipe, args.recipe)}
+        changes = {f"jflux {args.recipe}": in_8_bits, "jflux": {}}
     runs = {
-        name: Trainer(dataclasses.replace(config, ops=module), mesh, schedule, args.seed)
-        for name, module in ops.items()
+        name: Trainer(dataclasses.replace(config, **change), mesh, schedule, args.seed)
+        for name, change in list(changes.items())[: 1 if args.no_reference else None]
     }
     devices = f"{args.data} (data) x {tp} (tp)"
     seq, batch = round_up(size.seq, tp), round_up(size.batch, args.data)
-    return Comparison(runs, runs["jflux"].sample, devices, config, seq, batch)
+    return Comparison(runs, next(iter(runs.values())).sample, devices, config, seq, batch)
 
 
 def on_a_grid(args: argparse.Namespace, size: Preset, schedule: optax.Schedule) -> Comparison:
@@ -280,6 +284,8 @@ def parse_arguments() -> tuple[argparse.Namespace, Preset]:
     parser.add_argument(
         "--compare", type=int, default=50, help="steps of the model to compare with; default: 50"
     )
+    recipes = ("tensor", "row", "block")
+    parser.add_argument("--recipe", choices=recipes, help="products in 8 bits, by a jflux.Recipe")
     add_arguments(parser, grid=None)
     args = parser.parse_args()
     positive = (*SIZES, "compare")
@@ -294,6 +300,8 @@ def parse_arguments() -> tuple[argparse.Namespace, Preset]:
     if args.grid:
         if args.data is not None:
             parser.error("--data: the last number of --grid is that of its data-parallel groups")
+        if args.recipe:
+            parser.error("--recipe is for a model that is not on a --grid")
         try:
             grid_config(args.grid, size)
         except ValueError as error:

@@ -18,6 +18,10 @@ from ._heap import shutdown as shutdown
 from ._ops._norm import LayerNorm as LayerNorm
 from ._ops._norm import RMSNorm as RMSNorm
 from ._ops._quantize import quantize as quantize
+from ._ops._recipe import DelayedScaling as DelayedScaling
+from ._ops._recipe import Format as Format
+from ._ops._recipe import QuantizedWeight as QuantizedWeight
+from ._ops._recipe import Recipe as Recipe
 from ._ops._scaled import Scaled as Scaled
 from ._ops.attention.attention import attention as attention
 from ._ops.attention.flash_decode import flash_decode as flash_decode

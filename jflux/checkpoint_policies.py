@@ -13,28 +13,35 @@ from typing import Any
 import jax
 
 from ._call import derivatives
+from ._ops._recipe import QUANTIZED
 from ._ops._spec import products
 from ._ops.products._product import PRODUCT
-from ._ops.products.all_gather_matmul import ACTIVATED, PREACTIVATION
+from ._ops.products.all_gather_matmul import ACTIVATED, GATHERED, PREACTIVATION
+from ._ops.products.all_to_all_matmul import EXCHANGED
 
 _PRODUCTS = frozenset(f"jflux_{spec.name}" for spec in products()) | {derivatives.NAME}
-_results_saveable = jax.checkpoint_policies.save_only_these_names(PRODUCT, PREACTIVATION, ACTIVATED)
+_RESULTS = (PRODUCT, PREACTIVATION, ACTIVATED, QUANTIZED)
+_results_saveable = jax.checkpoint_policies.save_only_these_names(*_RESULTS)
+# Products by a recipe may be of several operations.
+_names_saveable = jax.checkpoint_policies.save_only_these_names(*_RESULTS, GATHERED, EXCHANGED)
 
 
 def products_saveable(prim: Any, *avals: Any, **params: Any) -> bool:
     """Keeps all that products make: `dots_saveable`, and jflux's products.
 
     Of jflux's it keeps y, what an activation was applied to, and the gathered or exchanged x, each
-    only where the backward pass needs it. Nothing is multiplied or sent again.
+    only where the backward pass needs it, and of those by a recipe the quantised x. Nothing is
+    multiplied or sent again.
     """
-    return _is_product(prim) or jax.checkpoint_policies.dots_saveable(prim, *avals, **params)
+    of_jax = jax.checkpoint_policies.dots_saveable(prim, *avals, **params)
+    return _is_product(prim, *avals, **params) or of_jax
 
 
 def products_with_no_batch_dims_saveable(prim: Any, *avals: Any, **params: Any) -> bool:
     """Keeps what products with weights make, and not those of two activations, as in attention:
     `dots_with_no_batch_dims_saveable`, and jflux's products, which have no batch dimensions."""
     of_jax = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return _is_product(prim) or of_jax(prim, *avals, **params)
+    return _is_product(prim, *avals, **params) or of_jax(prim, *avals, **params)
 
 
 def products_saveable_gathering_again(prim: Any, *avals: Any, **params: Any) -> Any:
@@ -44,8 +51,8 @@ def products_saveable_gathering_again(prim: Any, *avals: Any, **params: Any) -> 
     return of_jax or _results_saveable(prim, *avals, **params)
 
 
-def _is_product(prim: Any) -> bool:
-    return prim.name in _PRODUCTS
+def _is_product(prim: Any, *avals: Any, **params: Any) -> bool:
+    return prim.name in _PRODUCTS or _names_saveable(prim, *avals, **params)
 
 
 __all__ = [

@@ -589,7 +589,12 @@ def test_blocks_are_rendered():
     }  # fmt: skip
     machine = {"gpus": "2 x X", "processes": 1}
     text = document([("b", {"machine": machine, "blocks": [row]})])
-    assert "| M | mlp | 64 | 1.000 | 4.000 | 2.000 | 0.500 | 3.000 | 1.000 | 1 | 2 | 3 |" in text
+    line = "| M | mlp | 64 | 1.000 | 4.000 | 2.000 | 0.500 | 3.000 | 1.000 | 1 | 2 | 3 |"
+    assert f"{line}\n" in text
+    row |= {"recipe": "block", "8 bits": timing(1e-3)}
+    row["memory"]["8 bits"] = {"xla": 1 << 20, "heap": 2 << 20}
+    text = document([("b", {"machine": machine, "blocks": [row]})])
+    assert f"{line} block | 1.000 | 2.000 | 1 | 2 |" in text
 
 
 def test_a_step_of_maxtext_is_rendered():

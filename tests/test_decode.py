@@ -421,6 +421,73 @@ def test_weights_from_safetensors(config, dtype, tmp_path):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def in_8_bits(tensors):
+    """A file's tensors, of which those of layers' products are in 8 bits, as DeepSeek-V3's and
+    Qwen3's are; and the same in float32."""
+    stored, meant = {}, {}
+    for name, tensor in tensors.items():
+        stored[name] = meant[name] = tensor
+        if "_proj" in name:
+            scaled = jflux.quantize(jnp.asarray(tensor), llama_weights.EIGHT_BITS,
+                                    block=(128, 128), power_of_two=True)  # fmt: skip
+            dtype = np.float32 if "mlp" in name else jnp.bfloat16  # powers of two are the same
+            stored[name] = np.asarray(scaled.values)
+            stored[f"{name}_scale_inv"] = np.asarray(scaled.scale).astype(dtype)
+            meant[name] = np.asarray(scaled.dequantize())
+    return stored, meant
+
+
+EIGHT_BITS = dataclasses.replace(
+    TINY, layers=1, width=256, hidden=512, heads=4, kv_heads=2, head_size=128, head_norms=True
+)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_weights_in_8_bits_from_safetensors(ranks, tmp_path):
+    """They stay so, as the config of such a model says, and products quantise activations."""
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    stored, meant = in_8_bits(tensors_of(EIGHT_BITS))
+    save_file(stored, tmp_path / "all.safetensors")
+    said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json_of_qwen3(EIGHT_BITS) | {"quantization_config": said}))
+    read = llama_weights.config_from_json(file)
+    assert dataclasses.replace(read, dtype=EIGHT_BITS.dtype) == EIGHT_BITS
+    mesh = make_mesh((ranks,))
+    opened = llama_weights.open_safetensors([tmp_path / "all.safetensors"])
+    got = llama_weights.from_tensors(EIGHT_BITS, mesh, opened)
+    want = llama_weights.from_tensors(EIGHT_BITS, mesh, meant)
+    (layer,), (plain,) = got["layers"], want["layers"]
+    for name in ("qkv", "o", "gate", "up", "down"):
+        assert isinstance(layer[name], jflux.Scaled)
+        assert layer[name].values.sharding == plain[name].sharding
+        np.testing.assert_array_equal(layer[name].dequantize(), plain[name])
+
+    text = np.random.default_rng(1).integers(0, EIGHT_BITS.vocab, (BATCH, PROMPT))
+    logits = decode.logits_program(jflux, EIGHT_BITS, mesh, prompt=3, length=PROMPT)
+    one, other = (np.asarray(logits(weights, jnp.asarray(text))) for weights in (got, want))
+    error = np.linalg.norm(one - other) / np.linalg.norm(other)
+    assert 1e-4 < error < 0.1  # activations are in 8 bits too
+
+
+def test_weights_in_8_bits_that_ranks_split_otherwise():
+    """Where a rank has a part of a square, weights are what they mean."""
+    config = dataclasses.replace(EIGHT_BITS, hidden=384)
+    stored, meant = in_8_bits(tensors_of(config))
+    mesh = make_mesh((2,))
+    got, want = (llama_weights.from_tensors(config, mesh, t) for t in (stored, meant))
+    for name in ("gate", "up", "down"):
+        np.testing.assert_array_equal(got["layers"][0][name], want["layers"][0][name])
+    assert isinstance(got["layers"][0]["qkv"], jflux.Scaled)
+    name = "model.layers.0.mlp.down_proj.weight"
+    wrong = {f"{name}_scale_inv": np.ones((1, 1), np.float32)}
+    with pytest.raises(ValueError, match=r"down_proj.weight_scale_inv has the shape \(1, 1\)"):
+        llama_weights.from_tensors(config, mesh, stored | wrong)
+    del stored[f"{name}_scale_inv"]
+    with pytest.raises(ValueError, match="is in 8 bits, and there is no"):
+        llama_weights.from_tensors(config, mesh, stored)
+
+
 def test_tensors_that_do_not_fit_are_named():
     tensors, mesh = tensors_of(TINY), make_mesh((1,))
     with pytest.raises(ValueError, match=r"model.layers.1.mlp.up_proj.weight has the shape"):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs MaxText, Tunix, what their models import, and jflux for the CPU into an environment of
-# its own, and runs tests/test_maxtext.py and tests/test_tunix.py there. Takes pytest's options. Not a
-# part of .ci/run: the environment is 1.4 GB.
+# its own, and runs there the tests that need them: test_maxtext.py, test_tunix.py, test_nn_qwix.py.
+# Takes pytest's options. Not a part of .ci/run: the environment is 1.4 GB.
 #
 #   PYTHON   a Python 3.12 or later, which MaxText needs
 #   MAXTEXT  the folder of the environment; build/maxtext without it
@@ -42,5 +42,6 @@ fi
 say "compiling jflux's CPU back end, 1 minute"
 JFLUX_CUDA=OFF "$folder/bin/pip" install -q --no-deps -C build-dir=build/maxtext-cpu -e .
 say "running the tests"
-"$folder/bin/python" -m pytest --timeout 900 -n 0 -rs -v tests/test_maxtext.py tests/test_tunix.py "$@"
+"$folder/bin/python" -m pytest --timeout 900 -n 0 -rs -v tests/test_maxtext.py tests/test_tunix.py \
+  tests/test_nn_qwix.py "$@"
 say "done"

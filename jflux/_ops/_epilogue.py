@@ -31,6 +31,11 @@ def _normal_cdf_jvp(primals: Any, tangents: Any) -> Any:
     return _normal_cdf(x), density * dx
 
 
+#: The names that `jax.checkpoint` policies know what an activation is applied to by, and what it
+#: returns.
+PREACTIVATION = "jflux_preactivation"
+ACTIVATED = "jflux_activated"
+
 #: By name; "gelu" is the exact one, "gelu_tanh" its usual approximation. Those of
 #: cc/core/activation.h.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

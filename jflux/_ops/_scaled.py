@@ -251,7 +251,8 @@ def scales_of(
     k_of_w = 1 if transpose_rhs else 0
     if x.scale.shape[-1] > 1 or any(w.scale.shape[k_of_w] > 1 for w in ws):
         return Scales.OF_BLOCKS
-    repeats = is_highest(precision) and x.dtype == jnp.float8_e4m3fn
+    # Kernels do that for e4m3. XLA's product of other types is told the precision.
+    repeats = is_highest(precision) and all(one.dtype == jnp.float8_e4m3fn for one in (x, *ws))
     return Scales.OF_BLOCKS if repeats and _has_column_blocks(ws, 1 - k_of_w) else Scales.OF_SUMS
 
 
@@ -264,6 +265,9 @@ def why_no_kernel(x: Scaled, *ws: Scaled, transpose_rhs: bool) -> str | None:
     """Why no kernel takes these scales, or None."""
     if scales_of(x, *ws, transpose_rhs=transpose_rhs) is Scales.OF_SUMS:
         return None
+    entries = [x.scale.shape[-1], *(w.scale.shape[1 if transpose_rhs else 0] for w in ws)]
+    if max(entries) > -(-x.shape[-1] // BLOCK):
+        return "a scale has an entry for each index of k"
     if x.dtype != jnp.float8_e4m3fn:
         return f"kernels take scales of blocks of float8_e4m3fn, x is {x.dtype}"
     if _has_column_blocks(ws, 0 if transpose_rhs else 1):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _config
-from .._ops import _scaled
+from .._ops import _recipe
 from .._ops._spec import Layout
 from .meshes import AxisName, as_tuple
 
@@ -45,6 +45,11 @@ def over_global_arrays(
       check_vma: whether that can know what is the same on all ranks, which a gathered array is not
         known to be.
     """
+    recipe = getattr(op, "keywords", {}).get("recipe")
+    if isinstance(recipe, _recipe.DelayedScaling):
+        # An operand, which goes before the option: shard_map closes over no array on Explicit axes.
+        operands = {**operands, "recipe": recipe}
+        layout = Layout(layout.rows, {**layout.others, "recipe": None})
     names, x = as_tuple(axis_name), jax.tree.leaves(operands["x"])[0]
     base = _spec(x, x_spec)
 
@@ -93,10 +98,9 @@ def with_specs(
     of_leaves: dict[str, Any] = {}
     for argument, operand in operands.items():
         what = f"jflux.{name}: {argument}"
-        for one in jax.tree.leaves(operand, is_leaf=lambda leaf: isinstance(leaf, _scaled.Scaled)):
-            values = one.values if isinstance(one, _scaled.Scaled) else one
-            _check_divides(what, values, specs[argument], mesh)
-        of_leaves[argument] = _scaled.specs(what, operand, specs[argument], mesh)
+        for one in jax.tree.leaves(operand, is_leaf=_recipe.is_operand):
+            _check_divides(what, one, specs[argument], mesh)
+        of_leaves[argument] = _recipe.specs(what, operand, specs[argument], mesh)
     if AxisType.Explicit in mesh.axis_types:  # else shard_map brings them into place
         operands = {
             argument: jax.tree.map(

@@ -2,7 +2,7 @@
 
 The functions here take arrays. Layers with parameters are in `jflux.nn.linen` and `jflux.nn.nnx`,
 which need Flax and are imported when they are first used. :class:`TensorParallel` brings the ops
-into models that exist, as their layers' ``dot_general``.
+into models that exist, as their layers' ``dot_general``; `jflux.nn.qwix` does it by Qwix's rules.
 """
 
 import importlib
@@ -29,9 +29,10 @@ from ._vocabulary import embed as embed
 if TYPE_CHECKING:
     from . import linen as linen
     from . import nnx as nnx
+    from . import qwix as qwix
 else:
 
     def __getattr__(name: str) -> object:
-        if name in ("linen", "nnx"):
+        if name in ("linen", "nnx", "qwix"):
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

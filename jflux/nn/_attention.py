@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from .._ops._epilogue import in_rows, sum_dtype
+from .._ops._recipe import AnyRecipe
 from .._ops.attention import _one_device
 from .._ops.attention.attention import attention as over_ranks
 from .._ops.attention.kv_cache import KVCache, attend_to_cache, fill_cache, new_positions
@@ -47,6 +48,7 @@ class Options(TypedDict, total=False):
     sequence_parallel: bool
     preferred_element_type: DTypeLike | None
     precision: lax.PrecisionLike
+    recipe: AnyRecipe | None
     mesh: Mesh | AbstractMesh | None
     x_spec: PartitionSpec | None
 
@@ -110,6 +112,7 @@ def attention(
     sequence_parallel: bool = True,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -167,6 +170,7 @@ def attention(
         :func:`jflux.attend_to_cache` along `context_axis`. Needed beside a `core`, which is that of
         prompts alone.
       sequence_parallel: False: x and the result are whole, [b, s, d], on all ranks.
+      recipe: of the projections; scores and their sums are as without.
       preferred_element_type, precision, mesh, x_spec: as in :func:`jflux.all_gather_matmul`.
 
     Returns:
@@ -182,7 +186,7 @@ def attention(
     )  # fmt: skip
     options = _Options(
         axis_name, is_causal, rotate, core, context_axis, context_layout, prefill, cache_core,
-        sequence_parallel, preferred_element_type, precision,
+        sequence_parallel, preferred_element_type, precision, recipe,
     )  # fmt: skip
     options.check(operands)
     if not meshes.is_bound(axis_name):
@@ -234,6 +238,7 @@ class _Options:
     sequence_parallel: bool
     preferred_element_type: DTypeLike | None
     precision: lax.PrecisionLike
+    recipe: AnyRecipe | None
 
     def check(self, a: _Operands) -> None:
         """Raises for options that do not fit each other, or operands that do not fit them."""
@@ -274,7 +279,9 @@ class _Options:
     @property
     def of_products(self) -> dict[str, Any]:
         """Those that the products of a layer take."""
-        names = ("axis_name", "sequence_parallel", "precision", "preferred_element_type")
+        names = (
+            "axis_name", "sequence_parallel", "precision", "preferred_element_type", "recipe"
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def decodes(self, a: _Operands) -> bool:

@@ -13,9 +13,11 @@ from jax.typing import DTypeLike
 
 from .._ops import _epilogue, _lax
 from .._ops._lax import several
+from .._ops._recipe import AnyRecipe
 from .._ops._spec import Layout
 from .._ops.products import _product
 from .._ops.products.all_gather_matmul import all_gather_matmul
+from .._ops.products.matmul import matmul
 from .._ops.products.matmul_all_reduce import matmul_all_reduce
 from .._ops.products.matmul_reduce_scatter import matmul_reduce_scatter
 from .._ranks import global_arrays, meshes
@@ -68,6 +70,7 @@ def column_parallel(
     gated: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -84,7 +87,7 @@ def column_parallel(
     """
     options: Any = {
         "transpose_rhs": transpose_rhs, "preferred_element_type": preferred_element_type,
-        "precision": precision, "activation": activation, "gated": gated,
+        "precision": precision, "activation": activation, "gated": gated, "recipe": recipe,
     }  # fmt: skip
     if sequence_parallel:
         padding = _padding.for_ranks(x, -2, w, axis_name=axis_name, mesh=mesh, x_spec=x_spec)
@@ -106,9 +109,18 @@ def column_parallel(
 
 
 def _own_columns(
-    x: jax.Array, w: Any, bias: Any, *, activation: str | None, gated: bool, **options: Any
+    x: jax.Array,
+    w: Any,
+    bias: Any,
+    *,
+    activation: str | None,
+    gated: bool,
+    recipe: AnyRecipe | None = None,
+    **options: Any,
 ) -> Any:
     """The product of a whole x: nothing travels."""
+    if recipe is not None:
+        return matmul(x, w, bias=bias, activation=activation, gated=gated, recipe=recipe, **options)
     ws = several(w)
     bias_of = _epilogue.of_each(bias, len(ws))
     epilogue = _epilogue.check("nn.column_parallel", len(ws), bias_of, activation, gated)
@@ -131,6 +143,7 @@ def row_parallel(
     residual: jax.Array | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> jax.Array:
@@ -148,7 +161,7 @@ def row_parallel(
     """
     options: Any = {
         "axis_name": axis_name, "transpose_rhs": transpose_rhs, "precision": precision,
-        "preferred_element_type": preferred_element_type,
+        "preferred_element_type": preferred_element_type, "recipe": recipe,
     }  # fmt: skip
     if sequence_parallel:
         padding = _padding.for_ranks(x, -2, w, axis_name=axis_name, mesh=mesh, x_spec=x_spec)
@@ -201,8 +214,8 @@ def mlp(
       up_bias: [h/N].
       down_bias: [d], the same on all ranks.
       residual: [..., s/N, d], added to the result.
-      options: `sequence_parallel`, `preferred_element_type`, `precision`, `mesh` and `x_spec`, as
-        in :func:`column_parallel`.
+      options: `sequence_parallel`, `preferred_element_type`, `precision`, `recipe`, `mesh` and
+        `x_spec`, as in :func:`column_parallel`.
     """
     if isinstance(up, tuple | list):
         raise TypeError("jflux.nn.mlp: up is one weight; jflux.nn.gated_mlp takes a gate and an up")

@@ -15,12 +15,21 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .. import _config
 from .._ops import _lax
+from .._ops._recipe import AnyRecipe, DelayedScaling, Recipe
 from .._ops.products.all_gather_matmul import all_gather_matmul
+from .._ops.products.matmul import matmul
 from .._ops.products.matmul_all_reduce import matmul_all_reduce
 from .._ops.products.matmul_reduce_scatter import matmul_reduce_scatter
 from .._ranks import global_arrays, meshes
 from .._ranks.meshes import AxisName
 from . import _rules, _shared_gather
+
+#: Recipes by the names that they have as quantizations of MaxText.
+QUANTIZATIONS = {
+    "jflux_fp8_tensor": Recipe.tensor,
+    "jflux_fp8_row": Recipe.row,
+    "jflux_fp8_block": Recipe.block,
+}
 
 Entries = list[tuple[Any, ...]]  # for each dimension, the mesh axes that it is split over
 
@@ -53,7 +62,14 @@ class TensorParallel:
         as ``P("data")``.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or an array's own.
       share_gathers: under ``jit``, column-parallel products of the same x (the same Python object:
-        queries, keys and values) share one gather, which is in the first one's product.
+        queries, keys and values) share one gather, which is in the first one's product. Not with
+        a recipe.
+      recipe: a :class:`jflux.Recipe`, or the name of one as a quantization: "jflux_fp8_tensor",
+        "jflux_fp8_row" or "jflux_fp8_block". Products of split kernels are made in 8 bits by it,
+        forward and backward; also those that exchange nothing, and those of one rank.
+      amax_history_length: with `Recipe.tensor`: scales are those of so many earlier steps
+        (:class:`jflux.DelayedScaling`). Their state is in the modules that :meth:`dot_general_cls`
+        makes, or in :class:`jflux.nn.nnx.DelayedDotGeneral`.
     """
 
     axis_name: AxisName = "tp"
@@ -63,6 +79,8 @@ class TensorParallel:
     x_spec: PartitionSpec | None = None
     mesh: Mesh | AbstractMesh | None = None
     share_gathers: bool = True
+    recipe: AnyRecipe | str | None = None
+    amax_history_length: int | None = None
 
     # What MaxText asks of an object that it takes for a quantization.
     quant_mode: ClassVar[str] = "train"
@@ -72,6 +90,17 @@ class TensorParallel:
         if self.rules is not None:  # so that it can be hashed, as modules' fields are
             rules = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in self.rules)
             object.__setattr__(self, "rules", rules)
+        if isinstance(self.recipe, str):
+            if self.recipe not in QUANTIZATIONS:
+                raise ValueError(
+                    f"jflux.nn.TensorParallel: recipe={self.recipe!r} must be a jflux.Recipe, or "
+                    f"one of {', '.join(QUANTIZATIONS)}"
+                )
+            object.__setattr__(self, "recipe", QUANTIZATIONS[self.recipe])
+        if self.amax_history_length is not None:
+            if not isinstance(self.recipe, Recipe):
+                raise ValueError("jflux.nn.TensorParallel: amax_history_length= goes with a recipe")
+            self.recipe.delayed(self.amax_history_length)  # which says if it cannot be
 
     def dot_general(self, mesh_axes: Sequence[Any] = ()) -> DotGeneral:
         """For ``nn.Dense(dot_general=...)`` and ``nnx.Linear(dot_general=...)``.
@@ -80,17 +109,26 @@ class TensorParallel:
           mesh_axes: names of the kernel's dimensions, of mesh axes or logical ones; none: what the
             kernel's type says, under explicit sharding.
         """
+        if self.amax_history_length is not None:
+            raise ValueError(
+                "jflux.nn.TensorParallel: a dot_general by earlier steps has state: pass "
+                "dot_general_cls=, or a jflux.nn.nnx.DelayedDotGeneral"
+            )
         return DotGeneral(self, tuple(mesh_axes))
 
     def dot_general_cls(self, mesh_axes: Sequence[Any] = ()) -> Callable[[], Any]:
         """For ``dot_general_cls=...``, and as MaxText calls it: makes :meth:`dot_general`'s result,
         as a linen module if there is Flax (MaxText wraps it in ``nnx.bridge.ToNNX``)."""
-        dot = self.dot_general(mesh_axes)
+        dot = DotGeneral(self, tuple(mesh_axes))
         try:
-            from .linen import DotGeneralModule
+            from . import linen
         except ImportError:
-            return lambda: dot
-        return functools.partial(DotGeneralModule, dot)
+            return lambda: self.dot_general(mesh_axes)
+        if self.amax_history_length is None:
+            return functools.partial(linen.DotGeneralModule, dot)
+        return functools.partial(
+            linen.Fp8DirectDotGeneralOp, amax_history_length=self.amax_history_length, dot=dot
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +141,7 @@ class DotGeneral:
     ====================  ==========================  =====================================
     split by columns      split by sequence position  :func:`jflux.all_gather_matmul`
     split by columns      the same on all ranks       `lax.dot_general`: nothing to exchange
+                                                      (:func:`jflux.matmul` with a recipe)
     split by rows         result split by sequence    :func:`jflux.matmul_reduce_scatter`
     split by rows         result the same everywhere  :func:`jflux.matmul_all_reduce`
     anything else                                     `lax.dot_general`
@@ -136,6 +175,14 @@ class DotGeneral:
             others["out_sharding"] = out_sharding
         return _lax.dot_general(lhs, rhs, dimension_numbers, **options, **others)
 
+    def with_state(self, arrays: Mapping[str, jax.Array]) -> DotGeneral:
+        """The same with the arrays of its :class:`jflux.DelayedScaling`."""
+        recipe = self.of.recipe
+        assert isinstance(recipe, Recipe)
+        state = DelayedScaling(**arrays, recipe=recipe)
+        of = dataclasses.replace(self.of, recipe=state, amax_history_length=None)
+        return DotGeneral(of, self.mesh_axes)
+
     def _plan(
         self, product: Product, lhs: Any, rhs: Any, out_sharding: Any
     ) -> Callable[..., jax.Array] | None:
@@ -151,7 +198,7 @@ class DotGeneral:
             return None
         world = math.prod(mesh.shape[name] for name in names)
         kernel = self._kernel(rhs, mesh)
-        if world == 1:
+        if world == 1 and of.recipe is None:
             return None
         if kernel is None:
             _say(
@@ -184,9 +231,9 @@ class DotGeneral:
                 _config.fall_back("nn.DotGeneral", reason)
                 return None
             sequence_parallel &= lhs.shape[sequence] % world == 0
-        if not by_rows and not sequence_parallel:
+        if not by_rows and not sequence_parallel and of.recipe is None:
             return None
-        form = Form(product, by_rows, sequence, sequence_parallel, of.axis_name)
+        form = Form(product, by_rows, sequence, sequence_parallel, of.axis_name, of.recipe)
         if manual:
             specs: Any = None
             run = functools.partial(_call, form)
@@ -194,6 +241,7 @@ class DotGeneral:
             specs = self._specs(form, lhs, rhs, mesh)
             run = functools.partial(self._over_global_arrays, form, specs, mesh, out_sharding)
         share = not by_rows and of.share_gathers and all((*lhs.shape, *rhs.shape))
+        share = share and of.recipe is None
         if not share or not _shared_gather.may_share(lhs):
             return functools.partial(run, {"lhs": lhs, "rhs": rhs})
         how = (names, sequence, mesh, specs and specs["gathered"])
@@ -253,10 +301,15 @@ class DotGeneral:
         specs: Mapping[str, PartitionSpec],
         mesh: Any,
         out_sharding: Any,
-        operands: Mapping[str, jax.Array],
+        operands: Mapping[str, Any],
         results: Any = "y",
         **options: Any,
     ) -> Any:
+        if isinstance(form.recipe, DelayedScaling):  # whose arrays are operands
+            operands, specs = (
+                {**operands, "recipe": form.recipe},
+                {**specs, "recipe": PartitionSpec()},
+            )
         made = global_arrays.with_specs(
             lambda **operands: _call(form, operands, results, **options), "nn.DotGeneral", operands,
             {name: specs[name] for name in operands}, axis_name=self.of.axis_name, mesh=mesh,
@@ -301,6 +354,7 @@ class Form:
     sequence: int
     sequence_parallel: bool
     axis_name: AxisName
+    recipe: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,8 +408,14 @@ def _call(form: Form, operands: Mapping[str, jax.Array], results: Any = "y", **o
     at = product.columns if product.transposed else product.contracted
     x = lhs.reshape(*lhs.shape[: product.lead], math.prod(lhs.shape[product.lead :]))
     w = rhs.reshape(math.prod(rhs.shape[:at]), math.prod(rhs.shape[at:]))
-    options |= {"transpose_rhs": product.transposed, "axis_name": form.axis_name}
+    options |= {"transpose_rhs": product.transposed}
+    if form.recipe is not None:
+        options["recipe"] = operands.get("recipe", form.recipe)
     gathered: list[jax.Array] = []
+    if not form.by_rows and not form.sequence_parallel:
+        y = matmul(x, w, **options)
+        return y.reshape(*y.shape[:-1], *_columns(product, rhs))
+    options["axis_name"] = form.axis_name
     if form.by_rows and form.sequence_parallel:
         y = matmul_reduce_scatter(x, w, scatter_dimension=form.sequence, **options)
     elif form.by_rows:
@@ -367,9 +427,15 @@ def _call(form: Form, operands: Mapping[str, jax.Array], results: Any = "y", **o
         y = all_gather_matmul(x, w, gather_dimension=form.sequence, **options)
     else:
         y, *gathered = _shared_gather.first(x, w, gather_dimension=form.sequence, **options)
-    n = rhs.shape[:at] if product.transposed else rhs.shape[at:]
-    y = y.reshape(*y.shape[:-1], *n)
+    y = y.reshape(*y.shape[:-1], *_columns(product, rhs))
     return (y, *gathered) if gathered else y
+
+
+def _columns(product: Product, rhs: Any) -> tuple[int, ...]:
+    """n, as the dimensions that it is."""
+    return tuple(
+        rhs.shape[: product.columns] if product.transposed else rhs.shape[product.contracted :]
+    )
 
 
 def _visible(array: Any, names: tuple[Any, ...]) -> Entries | None:

@@ -16,6 +16,7 @@ try:
     import flax.linen as nn
     from flax import nnx as nnx
     from flax.core import meta
+    from flax.linen import fp8_ops as fp8_ops
     from flax.linen.dtypes import promote_dtype as promote_dtype
 except ImportError as error:
     raise ImportError("the layers of jflux.nn need Flax: pip install flax") from error
@@ -69,7 +70,7 @@ def in_one_type(dtype: Any, *arrays: Any) -> list[Any]:
 
 def options_of(layer: Any) -> dict[str, Any]:
     """Those fields of a layer that the functions of jflux.nn take."""
-    names = ("axis_name", "sequence_parallel", "precision", "x_spec")
+    names = ("axis_name", "sequence_parallel", "precision", "recipe", "x_spec")
     return {name: getattr(layer, name) for name in names}
 
 

@@ -13,24 +13,29 @@ Fields that the layers have beside those of Flax's own of like names:
 - ``x_spec``: on global arrays, how activations are sharded beside ``axis_name``, such as
   ``P("data")``. Not needed under explicit sharding.
 - ``axes``: logical names of the kernel's dimensions.
+- ``recipe``: a :class:`jflux.Recipe`, by which the layer's products are made in 8 bits.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from .._ops._recipe import STATE, Recipe
 from .._ops.attention.kv_cache import KVCache
 from .._ops.attention.sequence_layouts import Layout
 from .._ranks import global_arrays, meshes
 from . import _attention, _dense, _flax, _moe, _vocabulary
-from ._flax import Initializer, in_one_type, meta, nn, options_of
+from ._flax import Initializer, fp8_ops, in_one_type, meta, nn, options_of
 from ._vocabulary import cross_entropy as cross_entropy
+
+if TYPE_CHECKING:
+    from ._dot_general import DotGeneral
 
 Axes = tuple[str | None, ...]
 
@@ -70,6 +75,7 @@ class _Layer(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     precision: Any = None
+    recipe: Recipe | None = None
     kernel_init: Initializer = _flax.kernel_init
     bias_init: Initializer = _flax.bias_init
 
@@ -374,3 +380,18 @@ class DotGeneralModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         """As `lax.dot_general`, and as the wrapped function takes and returns them."""
         return self.dot(*args, **kwargs)
+
+
+class Fp8DirectDotGeneralOp(fp8_ops.Fp8DirectDotGeneralOp):
+    """A :class:`jflux.nn.DotGeneral` with a :class:`jflux.DelayedScaling`, which has the name and
+    the state of Flax's own module, in the collection "_overwrite_with_gradient": its checkpoints
+    are those of this one, and ``flax.training.train_state.TrainState`` updates it. See
+    :meth:`jflux.nn.TensorParallel.dot_general_cls`."""
+
+    dot: DotGeneral | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        """As `lax.dot_general`."""
+        assert self.dot is not None
+        arrays = {name: getattr(self, name).value for name in STATE}
+        return self.dot.with_state(arrays)(*args, **kwargs)

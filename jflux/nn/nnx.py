@@ -9,7 +9,7 @@ under ``jit``, on global arrays, or inside ``jax.shard_map`` on one rank's.
 Options of all layers, beside those of Flax's own of like names (`use_bias`, `dtype`, `param_dtype`,
 `precision`, `kernel_init`, `bias_init`):
 
-- `axis_name`, `sequence_parallel`, `x_spec`: as in :mod:`jflux.nn.linen`.
+- `axis_name`, `sequence_parallel`, `x_spec`, `recipe`: as in :mod:`jflux.nn.linen`.
 - `rules`: which mesh axes the logical names stand for. By default the context's
   (``flax.nnx.logical_axis_rules``), or if there are none :func:`jflux.nn.logical_axis_rules`.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,10 +27,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _config
+from .._ops._recipe import STATE, Recipe
 from .._ops.attention.kv_cache import KVCache
 from .._ops.attention.sequence_layouts import Layout
 from .._ranks.meshes import AxisName, axes_of
 from . import _attention, _dense, _flax, _moe, _rules, _vocabulary
+from ._dot_general import DotGeneral, TensorParallel
 from ._flax import Initializer, in_one_type, nnx, options_of
 from ._vocabulary import cross_entropy as cross_entropy
 
@@ -122,6 +124,7 @@ class _Layer(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         precision: Any = None,
+        recipe: Recipe | None = None,
         rules: _rules.Rules | None = None,
     ):
         self.axis_name = axis_name
@@ -131,6 +134,7 @@ class _Layer(nnx.Module):
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.precision = precision
+        self.recipe = recipe
         self.rules = None if rules is None else tuple(rules)
 
     def make(
@@ -380,6 +384,44 @@ class Attention(_Layer):
 
 class Loss(nnx.Variable):
     """A term that training adds to its loss: ``nnx.pop(model, Loss)`` has them after a call."""
+
+
+class OverwriteWithGradient(nnx.Variable):
+    """An array whose gradient is its next value::
+
+    wrt = nnx.DiffState(0, nnx.Any(nnx.Param, OverwriteWithGradient))
+    loss, grads = nnx.value_and_grad(loss_of, argnums=wrt)(model, x)
+    state, grads = grads.split(OverwriteWithGradient, ...)
+    nnx.update(model, state)
+    """
+
+
+class DelayedDotGeneral(nnx.Module):
+    """A :class:`jflux.nn.DotGeneral` with a :class:`jflux.DelayedScaling`, for
+    ``nnx.Linear(dot_general=...)``. Each layer has one of its own.
+
+    Its state has the names that :class:`jflux.nn.linen.Fp8DirectDotGeneralOp`'s has.
+
+    Args:
+      of: has a recipe and an `amax_history_length`.
+      mesh_axes: as in :meth:`jflux.nn.TensorParallel.dot_general`.
+    """
+
+    def __init__(self, of: TensorParallel, mesh_axes: Sequence[Any] = ()):
+        if not isinstance(of.recipe, Recipe) or of.amax_history_length is None:
+            raise ValueError(
+                "jflux.nn.nnx.DelayedDotGeneral: the TensorParallel has a recipe and an "
+                "amax_history_length"
+            )
+        self.dot = DotGeneral(of, tuple(mesh_axes))
+        state = of.recipe.delayed(of.amax_history_length)
+        for name in STATE:
+            setattr(self, name, OverwriteWithGradient(getattr(state, name)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        """As `lax.dot_general`."""
+        arrays = {name: getattr(self, name)[...] for name in STATE}
+        return self.dot.with_state(arrays)(*args, **kwargs)
 
 
 class MoE(nnx.Module):

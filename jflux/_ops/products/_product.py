@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Required, TypedDict
+from typing import TYPE_CHECKING, Any, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from ..._ranks import meshes
 from .. import _lax, _scaled
 from .._spec import Layout
 from ._product_plan import padded
+
+if TYPE_CHECKING:
+    from .._recipe import AnyRecipe  # which imports this module, by `quantize`
 
 #: The name that `jax.checkpoint` policies know a product's y by, where it has no activation.
 PRODUCT = "jflux_product"
@@ -52,6 +55,7 @@ class Options(TypedDict, total=False):
     transpose_rhs: bool
     preferred_element_type: DTypeLike | None
     precision: lax.PrecisionLike
+    recipe: AnyRecipe | None
     mesh: Mesh | AbstractMesh | None
     x_spec: PartitionSpec | None
 

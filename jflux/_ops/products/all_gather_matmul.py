@@ -24,14 +24,17 @@ from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from ..._ranks.node_levels import Levels
-from .. import _epilogue, _lax, _scaled, _two_level, _two_level_plan
+from .. import _epilogue, _lax, _recipe, _scaled, _two_level, _two_level_plan
 from .._collective import Collective, axis
+from .._epilogue import ACTIVATED as ACTIVATED
+from .._epilogue import PREACTIVATION as PREACTIVATION
 from .._epilogue import Epilogue
 from .._lax import several
+from .._recipe import AnyRecipe, Weight
 from .._scaled import Operand, Scaled, Scales
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import exchange
-from . import _product, _product_plan
+from . import _by_recipe, _product, _product_plan
 
 OP = "all_gather_matmul"
 
@@ -41,9 +44,6 @@ FEWEST_ROWS = 64
 
 #: The name that `jax.checkpoint` policies know the gathered operands by.
 GATHERED = "jflux_gathered"
-#: The names of what an activation is applied to, and of what it returns.
-PREACTIVATION = "jflux_preactivation"
-ACTIVATED = "jflux_activated"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Options(_product.Options, total=False):
 @overload
 def all_gather_matmul(
     x: Operand,
-    w: Operand,
+    w: Weight,
     *,
     return_gathered: Literal[False] = ...,
     gated: Literal[False] = ...,
@@ -91,7 +91,7 @@ def all_gather_matmul(
 @overload
 def all_gather_matmul(
     x: Operand,
-    w: Operand,
+    w: Weight,
     *,
     return_gathered: Literal[True],
     gated: Literal[False] = ...,
@@ -100,7 +100,7 @@ def all_gather_matmul(
 @overload
 def all_gather_matmul(
     x: Operand,
-    w: Sequence[Operand],
+    w: Sequence[Weight],
     *,
     return_gathered: Literal[False] = ...,
     gated: Literal[True],
@@ -109,7 +109,7 @@ def all_gather_matmul(
 @overload
 def all_gather_matmul(
     x: Operand,
-    w: Sequence[Operand],
+    w: Sequence[Weight],
     *,
     return_gathered: Literal[True],
     gated: Literal[True],
@@ -118,7 +118,7 @@ def all_gather_matmul(
 @overload
 def all_gather_matmul(
     x: Operand,
-    w: Sequence[Operand],
+    w: Sequence[Weight],
     *,
     return_gathered: Literal[False] = ...,
     gated: Literal[False] = ...,
@@ -127,7 +127,7 @@ def all_gather_matmul(
 @overload
 def all_gather_matmul(
     x: Operand,
-    w: Sequence[Operand],
+    w: Sequence[Weight],
     *,
     return_gathered: Literal[True],
     gated: Literal[False] = ...,
@@ -136,7 +136,7 @@ def all_gather_matmul(
 @overload
 def all_gather_matmul(
     x: Operand,
-    w: Operand | Sequence[Operand],
+    w: Weight | Sequence[Weight],
     *,
     return_gathered: bool = ...,
     gated: bool = ...,
@@ -145,7 +145,7 @@ def all_gather_matmul(
 @meshes.axis_by_name
 def all_gather_matmul(
     x: Operand,
-    w: Operand | Sequence[Operand],
+    w: Weight | Sequence[Weight],
     *,
     axis_name: AxisName,
     gather_dimension: int = -2,
@@ -156,6 +156,7 @@ def all_gather_matmul(
     gated: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -209,6 +210,8 @@ def all_gather_matmul(
         int8 int32. Sums are in float32 (float64 for float64, int32 for int8) whatever it is. For
         8 bits kernels give bfloat16, float16 and float32 (for int8 int32 too).
       precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
+      recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
+        quantised, and what gradients need; w may be already, by `Recipe.quantize_weight`.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
         what its type says (explicit sharding), or not at all. The axis is added at
@@ -232,6 +235,7 @@ def all_gather_matmul(
       >>> jflux.all_gather_matmul(x, w, axis_name="tp", mesh=mesh).shape  # split by columns
       (64, 128)
     """
+    recipe = _recipe.of_call(OP, recipe, x, w, transpose_rhs)
     x, w = _scaled.of_product(OP, x, w)
     ws = several(w)
     if not ws:
@@ -245,13 +249,20 @@ def all_gather_matmul(
             all_gather_matmul, x, w, bias, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
             gather_dimension=dimension, return_gathered=return_gathered,
             transpose_rhs=transpose_rhs, activation=activation, gated=gated,
-            preferred_element_type=preferred_element_type, precision=precision,
+            preferred_element_type=preferred_element_type, precision=precision, recipe=recipe,
         )  # fmt: skip
     layout = SPEC.layout(x.ndim, gather_dimension=dimension, transpose_rhs=transpose_rhs)
     for one in ws:
         _product.check_contraction(OP, x, one, layout, axis_name, transpose_rhs=transpose_rhs)
     columns = [_product.columns(one, transpose_rhs) for one in ws]
     _epilogue.check_shapes(OP, columns, bias_of, gated)
+    if recipe is not None:
+        return _with_recipe(
+            x, w, recipe, axis_name=axis_name, gather_dimension=dimension,
+            return_gathered=return_gathered, transpose_rhs=transpose_rhs, bias=bias,
+            activation=activation, gated=gated, precision=precision,
+            preferred_element_type=preferred_element_type,
+        )  # fmt: skip
     world = meshes.axis_size(axis_name)
     no_kernel = None
     if isinstance(x, Scaled):
@@ -313,7 +324,7 @@ def all_gather_matmul(
 
 def reference(
     x: Operand,
-    w: Operand | Sequence[Operand],
+    w: Weight | Sequence[Weight],
     *,
     axis_name: AxisName,
     gather_dimension: int = -2,
@@ -324,6 +335,7 @@ def reference(
     gated: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -333,13 +345,21 @@ def reference(
     any type that `lax.dot_general` takes will do, and products are rounded to y's type before a
     bias or an activation. Errors are `lax`'s.
     """
+    recipe = _recipe.of_call(f"reference.{OP}", recipe, x, w, transpose_rhs)
     x, w = _scaled.of_product(f"reference.{OP}", x, w)
     if not meshes.is_bound(axis_name):
         return _over_global_arrays(
             reference, x, w, bias, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
             gather_dimension=gather_dimension, return_gathered=return_gathered,
             transpose_rhs=transpose_rhs, activation=activation, gated=gated,
-            preferred_element_type=preferred_element_type, precision=precision,
+            preferred_element_type=preferred_element_type, precision=precision, recipe=recipe,
+        )  # fmt: skip
+    if recipe is not None:
+        return _with_recipe(
+            x, w, recipe, axis_name=axis_name, gather_dimension=axis(gather_dimension, x.ndim),
+            return_gathered=return_gathered, transpose_rhs=transpose_rhs, bias=bias,
+            activation=activation, gated=gated, precision=precision,
+            preferred_element_type=preferred_element_type, reference=True,
         )  # fmt: skip
     ws = several(w)
     bias_of = _epilogue.of_each(bias, len(ws))
@@ -356,6 +376,23 @@ def reference(
         ys, _ = _epilogue.apply(epilogue, ys, biases, np.dtype(ys[0].dtype))
     y = tuple(ys) if isinstance(w, tuple | list) and not gated else ys[0]
     return (y, gathered) if return_gathered else y
+
+
+def _with_recipe(
+    x: Any,
+    w: Any,
+    recipe: AnyRecipe,
+    *,
+    return_gathered: bool,
+    preferred_element_type: DTypeLike | None,
+    **options: Any,
+) -> Any:
+    if return_gathered:
+        raise ValueError(
+            f"jflux.{OP}: with a recipe return_gathered=True is not taken: x is gathered in 8 bits"
+        )
+    out = _product.out_dtype(OP, (x, *several(w)), preferred_element_type, options["precision"])
+    return _by_recipe.product(OP, x, w, recipe=recipe, out=out, kept_as=GATHERED, **options)
 
 
 def _communication(ndim: int, gather_dimension: int = -2, **_: Any) -> Collective:

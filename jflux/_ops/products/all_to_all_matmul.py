@@ -24,11 +24,12 @@ from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from ..._ranks.node_levels import Levels
-from .. import _epilogue, _lax, _scaled, _two_level, _two_level_plan
+from .. import _epilogue, _lax, _recipe, _scaled, _two_level, _two_level_plan
 from .._collective import Collective, axis
+from .._recipe import AnyRecipe, Weight
 from .._scaled import Operand
 from .._spec import Layout, OpSpec, all_ops
-from . import _all_to_all_shards, _product, _product_plan
+from . import _all_to_all_shards, _by_recipe, _product, _product_plan
 
 OP = "all_to_all_matmul"
 
@@ -72,7 +73,7 @@ class Options(_product.Options, total=False):
 @overload
 def all_to_all_matmul(
     x: Operand,
-    w: Operand,
+    w: Weight,
     *,
     return_exchanged: Literal[False] = ...,
     **options: Unpack[Options],
@@ -88,7 +89,7 @@ def all_to_all_matmul(
 @meshes.axis_by_name
 def all_to_all_matmul(
     x: Operand,
-    w: Operand,
+    w: Weight,
     *,
     axis_name: AxisName,
     split_axis: int,
@@ -97,6 +98,7 @@ def all_to_all_matmul(
     transpose_rhs: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -141,6 +143,8 @@ def all_to_all_matmul(
       preferred_element_type: the type of y; by default x's. Sums are in float32 (float64 for
         float64) whatever it is.
       precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
+      recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
+        quantised, and what gradients need; w may be already, by `Recipe.quantize_weight`.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
         what its type says (explicit sharding), or not at all.
@@ -164,6 +168,7 @@ def all_to_all_matmul(
       >>> f(jnp.ones((64, 128)), jnp.ones((128, 32))).shape  # was split by columns, is by rows
       (64, 32)
     """
+    recipe = _recipe.of_call(OP, recipe, x, w, transpose_rhs)
     x, w = _scaled.of_product(OP, x, w)
     _product.check_operands(OP, x, w, -2, "the second to last dimension")
     split = _product.check_axis(OP, "split_axis", split_axis, x, of="x")
@@ -173,7 +178,7 @@ def all_to_all_matmul(
             all_to_all_matmul, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
             split_axis=split, concat_axis=concat, return_exchanged=return_exchanged,
             transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
-            precision=precision,
+            precision=precision, recipe=recipe,
         )  # fmt: skip
     world = meshes.axis_size(axis_name)
     if x.shape[split] % world != 0:
@@ -187,6 +192,11 @@ def all_to_all_matmul(
     layout = SPEC.layout(x.ndim, split_axis=split, concat_axis=concat, transpose_rhs=transpose_rhs)
     _product.check_contraction(OP, exchanged, w, layout, axis_name, transpose_rhs=transpose_rhs)
     out = _product.out_dtype(OP, (x, w), preferred_element_type, precision)
+    if recipe is not None:
+        return _with_recipe(
+            x, w, recipe, return_exchanged, out, axis_name=axis_name, split_axis=split,
+            concat_axis=concat, transpose_rhs=transpose_rhs, precision=precision,
+        )  # fmt: skip
     if _product.is_for_lax(OP, axis_name, x, w):
         return reference(
             x, w, axis_name=axis_name, split_axis=split, concat_axis=concat,
@@ -213,7 +223,7 @@ def all_to_all_matmul(
 
 def reference(
     x: Operand,
-    w: Operand,
+    w: Weight,
     *,
     axis_name: AxisName,
     split_axis: int,
@@ -222,6 +232,7 @@ def reference(
     transpose_rhs: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -231,17 +242,36 @@ def reference(
     Arguments, results and the use on global arrays are those of :func:`jflux.all_to_all_matmul`;
     any type that `lax.dot_general` takes will do. Errors are `lax`'s.
     """
+    recipe = _recipe.of_call(f"reference.{OP}", recipe, x, w, transpose_rhs)
     x, w = _scaled.of_product(f"reference.{OP}", x, w)
     if not meshes.is_bound(axis_name):
         return _over_global_arrays(
             reference, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name, split_axis=split_axis,
             concat_axis=concat_axis, return_exchanged=return_exchanged,
             transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
-            precision=precision,
+            precision=precision, recipe=recipe,
+        )  # fmt: skip
+    if recipe is not None:
+        out = _product.out_dtype(OP, (x, w), preferred_element_type, precision)
+        return _with_recipe(
+            x, w, recipe, return_exchanged, out, axis_name=axis_name,
+            split_axis=axis(split_axis, x.ndim), concat_axis=axis(concat_axis, x.ndim),
+            transpose_rhs=transpose_rhs, precision=precision, reference=True,
         )  # fmt: skip
     exchanged = _communication(x.ndim, split_axis, concat_axis).lax(x, axis_name)
     y = _lax.matmul(exchanged, w, preferred_element_type, precision, transpose_rhs)
     return (y, exchanged) if return_exchanged else y
+
+
+def _with_recipe(
+    x: Any, w: Any, recipe: AnyRecipe, return_exchanged: bool, out: Any, **options: Any
+) -> Any:
+    if return_exchanged:
+        raise ValueError(
+            f"jflux.{OP}: with a recipe return_exchanged=True is not taken: x is exchanged in 8 "
+            "bits"
+        )
+    return _by_recipe.product(OP, x, w, recipe=recipe, out=out, kept_as=EXCHANGED, **options)
 
 
 def _communication(ndim: int, split_axis: int, concat_axis: int, **_: Any) -> Collective:
@@ -251,7 +281,7 @@ def _communication(ndim: int, split_axis: int, concat_axis: int, **_: Any) -> Co
 def _over_global_arrays(
     op: Any,
     x: Operand,
-    w: Operand,
+    w: Weight,
     *,
     mesh: Mesh | AbstractMesh | None,
     x_spec: PartitionSpec | None,

@@ -17,18 +17,19 @@ from ..._call import local_ops, tuning_tables
 from ..._call.forms import Op, ShapeDtype
 from ..._call.plans import Arrays, Plan
 from ..._call.primitives import make_primitive
-from .. import _epilogue, _lax, _scaled
+from .. import _epilogue, _lax, _recipe, _scaled
 from .._epilogue import Epilogue
 from .._lax import several
+from .._recipe import AnyRecipe, Weight
 from .._scaled import Operand, Scaled
-from . import _product, _product_plan
+from . import _by_recipe, _product, _product_plan
 
 OP = "matmul"
 
 
 def matmul(
     x: Operand,
-    w: Operand | Sequence[Operand],
+    w: Weight | Sequence[Weight],
     *,
     transpose_rhs: bool = False,
     bias: jax.Array | Sequence[jax.Array | None] | None = None,
@@ -36,6 +37,7 @@ def matmul(
     gated: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    recipe: AnyRecipe | None = None,
 ) -> Any:
     """``x @ w`` on one rank; operands may have scales::
 
@@ -59,6 +61,8 @@ def matmul(
       preferred_element_type: the type of y; by default bfloat16 of scaled operands, and without
         scales that of :func:`jflux.all_gather_matmul`.
       precision: as in `lax.dot_general`.
+      recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
+        quantised, and what gradients need; w may be already, by `Recipe.quantize_weight`.
 
     Returns:
       y, or a tuple of them if w is several and not gated.
@@ -74,6 +78,7 @@ def matmul(
       >>> y.dtype, float(y[0, 0])
       (dtype(bfloat16), 256.0)
     """
+    recipe = _recipe.of_call(OP, recipe, x, w, transpose_rhs)
     x, w = _scaled.of_product(OP, x, w)
     ws = several(w)
     if not ws:
@@ -92,6 +97,11 @@ def matmul(
     if preferred_element_type is None and not isinstance(x, Scaled):
         preferred_element_type = _product.default_dtype("all_gather_matmul", x, ws)
     out = _product.out_dtype(OP, (x, *ws), preferred_element_type, precision)
+    if recipe is not None:
+        return _by_recipe.product(
+            OP, x, w, recipe=recipe, transpose_rhs=transpose_rhs, out=out, precision=precision,
+            bias=bias, activation=activation, gated=gated,
+        )  # fmt: skip
     is_one = gated or not isinstance(w, tuple | list)
     given = [b for b in biases if b is not None]
     if isinstance(x, Scaled):

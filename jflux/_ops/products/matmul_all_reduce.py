@@ -24,12 +24,14 @@ from ..._call.plans import Arrays, Machine, Plan
 from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
-from .. import _lax, _norm, _scaled, _two_level, _two_level_plan
+from .. import _lax, _norm, _recipe, _scaled, _two_level, _two_level_plan
 from .._collective import Collective
+from .._recipe import AnyRecipe, Weight
 from .._scaled import Operand
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import _sum_epilogue, all_reduce, exchange
 from . import _product, _product_plan
+from .matmul import matmul
 
 OP = "matmul_all_reduce"
 
@@ -89,7 +91,7 @@ def matmul_all_reduce(
 @meshes.axis_by_name
 def matmul_all_reduce(
     x: Operand,
-    w: Operand,
+    w: Weight,
     *,
     axis_name: AxisName,
     transpose_rhs: bool = False,
@@ -97,6 +99,7 @@ def matmul_all_reduce(
     norm: _norm.Norm | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -136,6 +139,8 @@ def matmul_all_reduce(
       preferred_element_type: the type of y, and of the partial products that travel; by default
         x's.
       precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
+      recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
+        quantised, and what gradients need; w may be already, by `Recipe.quantize_weight`.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
         what its type says (explicit sharding), or not at all. The axis is added at the last
@@ -157,6 +162,7 @@ def matmul_all_reduce(
       >>> jflux.matmul_all_reduce(x, w, axis_name="tp", mesh=mesh).shape  # whole on every rank
       (64, 32)
     """
+    recipe = _recipe.of_call(OP, recipe, x, w, transpose_rhs)
     x, w = _scaled.of_product(OP, x, w)
     _product.check_operands(OP, x, w, -2, "the second to last dimension")
     shape = (*x.shape[:-1], _product.columns(w, transpose_rhs))
@@ -165,10 +171,16 @@ def matmul_all_reduce(
         return _over_global_arrays(
             matmul_all_reduce, x, w, residual, norm, mesh=mesh, x_spec=x_spec,
             axis_name=axis_name, transpose_rhs=transpose_rhs,
-            preferred_element_type=preferred_element_type, precision=precision,
+            preferred_element_type=preferred_element_type, precision=precision, recipe=recipe,
         )  # fmt: skip
     layout = SPEC.layout(x.ndim, transpose_rhs=transpose_rhs)
     _product.check_contraction(OP, x, w, layout, axis_name, transpose_rhs=transpose_rhs)
+    if recipe is not None:
+        partial = matmul(
+            x, w, transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
+            precision=precision, recipe=recipe,
+        )  # fmt: skip
+        return all_reduce.all_reduce(partial, axis_name=axis_name, residual=residual, norm=norm)
     if _product.is_for_lax(OP, axis_name, x, w, residual):
         return reference(
             x, w, axis_name=axis_name, transpose_rhs=transpose_rhs, residual=residual, norm=norm,
@@ -190,7 +202,7 @@ def matmul_all_reduce(
 
 def reference(
     x: Operand,
-    w: Operand,
+    w: Weight,
     *,
     axis_name: AxisName,
     transpose_rhs: bool = False,
@@ -198,6 +210,7 @@ def reference(
     norm: _norm.Norm | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -206,14 +219,21 @@ def reference(
     Arguments, results and the use on global arrays are those of
     :func:`jflux.matmul_all_reduce`; partial products are rounded
     to y's type before they are summed, and the sum before a residual is added."""
+    recipe = _recipe.of_call(f"reference.{OP}", recipe, x, w, transpose_rhs)
     x, w = _scaled.of_product(f"reference.{OP}", x, w)
     if not meshes.is_bound(axis_name):
         return _over_global_arrays(
             reference, x, w, residual, norm, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
             transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
-            precision=precision,
+            precision=precision, recipe=recipe,
         )  # fmt: skip
-    partial = _lax.matmul(x, w, preferred_element_type, precision, transpose_rhs)
+    if recipe is not None:
+        partial = matmul(
+            x, w, transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
+            precision=precision, recipe=recipe,
+        )  # fmt: skip
+    else:
+        partial = _lax.matmul(x, w, preferred_element_type, precision, transpose_rhs)
     return all_reduce.reference(partial, axis_name=axis_name, residual=residual, norm=norm)
 
 

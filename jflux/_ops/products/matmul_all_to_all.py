@@ -23,11 +23,12 @@ from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from ..._ranks.node_levels import Levels
-from .. import _lax, _scaled, _two_level, _two_level_plan
+from .. import _lax, _recipe, _scaled, _two_level, _two_level_plan
 from .._collective import Collective, axis
+from .._recipe import AnyRecipe, Weight
 from .._scaled import Operand
 from .._spec import OpSpec, all_ops
-from . import _all_to_all_shards, _product, _product_plan
+from . import _all_to_all_shards, _by_recipe, _product, _product_plan
 
 OP = "matmul_all_to_all"
 
@@ -50,7 +51,7 @@ class Params:
 @meshes.axis_by_name
 def matmul_all_to_all(
     x: Operand,
-    w: Operand,
+    w: Weight,
     *,
     axis_name: AxisName,
     split_axis: int,
@@ -58,6 +59,7 @@ def matmul_all_to_all(
     transpose_rhs: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> jax.Array:
@@ -98,6 +100,8 @@ def matmul_all_to_all(
       preferred_element_type: the type of y; by default x's. Sums are in float32 (float64 for
         float64) whatever it is.
       precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
+      recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
+        quantised, and what gradients need; w may be already, by `Recipe.quantize_weight`.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
         what its type says (explicit sharding), or not at all.
@@ -122,6 +126,7 @@ def matmul_all_to_all(
       >>> f(jnp.ones((64, 32)), jnp.ones((32, 128))).shape  # was split by rows, is by columns
       (64, 128)
     """
+    recipe = _recipe.of_call(OP, recipe, x, w, transpose_rhs)
     x, w = _scaled.of_product(OP, x, w)
     _product.check_operands(OP, x, w, -2, "the second to last dimension")
     split = _product.check_axis(OP, "split_axis", split_axis, x)
@@ -132,7 +137,7 @@ def matmul_all_to_all(
         return _over_global_arrays(
             matmul_all_to_all, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
             split_axis=split, concat_axis=concat, transpose_rhs=transpose_rhs,
-            preferred_element_type=preferred_element_type, precision=precision,
+            preferred_element_type=preferred_element_type, precision=precision, recipe=recipe,
         )  # fmt: skip
     world = meshes.axis_size(axis_name)
     shape = (*x.shape[:-1], _product.columns(w, transpose_rhs))
@@ -143,6 +148,11 @@ def matmul_all_to_all(
             f"{world} ranks of {axis_name=} do not divide; x has shape {x.shape}, w {w.shape}"
         )
     out = _product.out_dtype(OP, (x, w), preferred_element_type, precision)
+    if recipe is not None:
+        return _by_recipe.product(
+            OP, x, w, recipe=recipe, axis_name=axis_name, split_axis=split, concat_axis=concat,
+            transpose_rhs=transpose_rhs, out=out, precision=precision,
+        )  # fmt: skip
     if _product.is_for_lax(OP, axis_name, x, w):
         return reference(
             x, w, axis_name=axis_name, split_axis=split, concat_axis=concat,
@@ -167,7 +177,7 @@ def matmul_all_to_all(
 
 def reference(
     x: Operand,
-    w: Operand,
+    w: Weight,
     *,
     axis_name: AxisName,
     split_axis: int,
@@ -175,6 +185,7 @@ def reference(
     transpose_rhs: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> jax.Array:
@@ -184,12 +195,20 @@ def reference(
     Arguments, results and the use on global arrays are those of :func:`jflux.matmul_all_to_all`;
     any type that `lax.dot_general` takes will do. Errors are `lax`'s.
     """
+    recipe = _recipe.of_call(f"reference.{OP}", recipe, x, w, transpose_rhs)
     x, w = _scaled.of_product(f"reference.{OP}", x, w)
     if not meshes.is_bound(axis_name):
         return _over_global_arrays(
             reference, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
             split_axis=split_axis, concat_axis=concat_axis, transpose_rhs=transpose_rhs,
-            preferred_element_type=preferred_element_type, precision=precision,
+            preferred_element_type=preferred_element_type, precision=precision, recipe=recipe,
+        )  # fmt: skip
+    if recipe is not None:
+        return _by_recipe.product(
+            OP, x, w, recipe=recipe, axis_name=axis_name, split_axis=axis(split_axis, x.ndim),
+            concat_axis=axis(concat_axis, x.ndim), transpose_rhs=transpose_rhs,
+            out=_product.out_dtype(OP, (x, w), preferred_element_type, precision),
+            precision=precision, reference=True,
         )  # fmt: skip
     product = _lax.matmul(x, w, preferred_element_type, precision, transpose_rhs)
     return _communication(x.ndim, split_axis, concat_axis).lax(product, axis_name)
@@ -202,7 +221,7 @@ def _communication(ndim: int, split_axis: int, concat_axis: int, **_: Any) -> Co
 def _over_global_arrays(
     op: Any,
     x: Operand,
-    w: Operand,
+    w: Weight,
     *,
     mesh: Mesh | AbstractMesh | None,
     x_spec: PartitionSpec | None,

@@ -24,13 +24,14 @@ from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from ..._ranks.node_levels import Levels
-from .. import _epilogue, _lax, _scaled, _two_level, _two_level_plan
+from .. import _epilogue, _lax, _recipe, _scaled, _two_level, _two_level_plan
 from .._collective import Collective, axis
 from .._lax import several
+from .._recipe import AnyRecipe, Weight
 from .._scaled import Operand, Scaled, Scales
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import exchange
-from . import _product, _product_plan
+from . import _by_recipe, _product, _product_plan
 from .all_gather_matmul import GATHERED
 
 OP = "matmul_reduce_scatter"
@@ -64,7 +65,7 @@ class Params:
 @meshes.axis_by_name
 def matmul_reduce_scatter(
     x: Operand | Sequence[Operand],
-    w: Operand | Sequence[Operand],
+    w: Weight | Sequence[Weight],
     *,
     axis_name: AxisName,
     scatter_dimension: int = -2,
@@ -73,6 +74,7 @@ def matmul_reduce_scatter(
     residual: jax.Array | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> jax.Array:
@@ -117,6 +119,8 @@ def matmul_reduce_scatter(
       residual: [..., m/N, n], this rank's, added to y; of any type.
       preferred_element_type: the type of y; by default x's.
       precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
+      recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
+        quantised, and what gradients need; w may be already, by `Recipe.quantize_weight`.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
         what its type says (explicit sharding), or not at all. The axis is added at the last
@@ -140,6 +144,7 @@ def matmul_reduce_scatter(
       >>> jflux.matmul_reduce_scatter(x, w, axis_name="tp", mesh=mesh).shape  # split by rows
       (64, 32)
     """
+    recipe = _recipe.of_call(OP, recipe, x, w, transpose_rhs)
     x, w = _scaled.of_product(OP, x, w)
     xs, ws = several(x), several(w)
     if len(xs) != len(ws) or not xs:
@@ -154,7 +159,7 @@ def matmul_reduce_scatter(
         return _over_global_arrays(
             matmul_reduce_scatter, x, w, bias, residual, mesh=mesh, x_spec=x_spec,
             axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
-            preferred_element_type=preferred_element_type, precision=precision,
+            preferred_element_type=preferred_element_type, precision=precision, recipe=recipe,
         )  # fmt: skip
     layout = SPEC.layout(xs[0].ndim, scatter_dimension=dimension, transpose_rhs=transpose_rhs)
     for one, weight in zip(xs, ws, strict=True):
@@ -167,6 +172,14 @@ def matmul_reduce_scatter(
             f"divide; x has shape {xs[0].shape}"
         )
     out = _product.out_dtype(OP, (*xs, *ws), preferred_element_type, precision)
+    if recipe is not None:
+        shape = [*xs[0].shape[:-1], _product.columns(ws[0], transpose_rhs)]
+        shape[dimension] //= world
+        _epilogue.check_added(OP, shape, bias, residual)
+        return _by_recipe.product(
+            OP, x, w, recipe=recipe, axis_name=axis_name, scatter_dimension=dimension,
+            transpose_rhs=transpose_rhs, bias=bias, residual=residual, out=out, precision=precision,
+        )  # fmt: skip
     no_kernel, scales = None, Scales.NONE
     if isinstance(xs[0], Scaled):
         constants = _scaled.constants(*xs, *ws)
@@ -214,7 +227,7 @@ def matmul_reduce_scatter(
 
 def reference(
     x: Operand | Sequence[Operand],
-    w: Operand | Sequence[Operand],
+    w: Weight | Sequence[Weight],
     *,
     axis_name: AxisName,
     scatter_dimension: int = -2,
@@ -223,6 +236,7 @@ def reference(
     residual: jax.Array | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    recipe: AnyRecipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> jax.Array:
@@ -232,14 +246,22 @@ def reference(
     :func:`jflux.matmul_reduce_scatter`; any type that `lax.dot_general` takes will do, and partial
     products are rounded to y's type before they are summed. Errors are `lax`'s.
     """
+    recipe = _recipe.of_call(f"reference.{OP}", recipe, x, w, transpose_rhs)
     x, w = _scaled.of_product(f"reference.{OP}", x, w)
     if not meshes.is_bound(axis_name):
         return _over_global_arrays(
             reference, x, w, bias, residual, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
             scatter_dimension=scatter_dimension, transpose_rhs=transpose_rhs,
-            preferred_element_type=preferred_element_type, precision=precision,
+            preferred_element_type=preferred_element_type, precision=precision, recipe=recipe,
         )  # fmt: skip
     xs, ws = several(x), several(w)
+    if recipe is not None:
+        return _by_recipe.product(
+            OP, x, w, recipe=recipe, axis_name=axis_name, bias=bias, residual=residual,
+            scatter_dimension=axis(scatter_dimension, xs[0].ndim), transpose_rhs=transpose_rhs,
+            out=_product.out_dtype(OP, (*xs, *ws), preferred_element_type, precision),
+            precision=precision, reference=True,
+        )  # fmt: skip
     partial = _lax.sum_of_products(xs, ws, preferred_element_type, precision, transpose_rhs)
     y = _communication(xs[0].ndim, scatter_dimension).lax(partial, axis_name)
     return _epilogue.add(y, [a for a in (bias, residual) if a is not None])
