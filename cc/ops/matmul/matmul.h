@@ -21,7 +21,7 @@ inline GemmChoice ChooseMatmul(const AllGatherMatmulParams& p,
                                const AllGatherMatmulOperands& operands, const Machine& machine) {
   const GemmChoice wanted =
       ChooseAllGather(/*world=*/1, p.rows.Total(), p.n, p.k, p.dtype, machine, p.transpose_rhs);
-  return FitWeights(wanted, p, operands.gated, operands.scales == Scales::kOfBlocks, machine);
+  return FitWeights(wanted, p, operands.gated, operands.scales, machine);
 }
 
 // Enqueues the call on `stream` of the current device. `choice`: of columns and CTAs, or null.

@@ -55,7 +55,8 @@ ffi::Error Cuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::AnyBuffer 
     choice = {static_cast<int32_t>(a.tile[0]), static_cast<int32_t>(a.tile[1]), 8};
     if (why.empty() && !(IsPossible(choice) && CanTake(choice, p, operands))) why = kNoKernel;
   }
-  if (why.empty() && (operands.scales == Scales::kNone || !Has(kMatmulFormats.operands, p.dtype))) {
+  if (why.empty() && (operands.scales == Scales::kNone || !Has(kMatmulFormats.operands, p.dtype) ||
+                      (operands.scales == Scales::kOfVectors && operands.gated))) {
     why = kNoKernel;
   }
   if (!why.empty()) return InvalidArgument("matmul: " + why);

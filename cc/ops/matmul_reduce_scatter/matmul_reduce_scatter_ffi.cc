@@ -26,7 +26,7 @@ bool PlanMatmulReduceScatter(CallReader& reader, const Machine& machine, Fields*
       p.rows.world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs));
   // Each of the CTAs that share k has some of the first term's.
   GemmChoice choice = FitSplits(wanted, p.rows.Total(), first_k * SizeOf(p.dtype), kReduceSplits);
-  if (block_scales) choice = ForBlockScales(choice);
+  if (block_scales) choice = ForScales(choice, Scales::kOfBlocks);
   *plan = ProductPlan{choice, ReduceScatterSenders(p, choice, machine),
                       CudaLayoutOf(p, choice).Workspace().TotalBytes()}
               .AsFields();
@@ -118,6 +118,7 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
     }
     arrays.scales = static_cast<Scales>(a.scales);
     const bool of_blocks = arrays.scales == Scales::kOfBlocks;
+    if (arrays.scales == Scales::kOfVectors) return kNoKernel;
     if (a.scales != 0) {
       if (SizeOf(p.dtype) != 1) return kDoNotFit;
       const int64_t k_blocks = of_blocks ? CeilDiv<int64_t>(p.k, kScaleBlock) : 1;
@@ -129,7 +130,8 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
     if (!ReadPlan(a) || !WhyNoKernel(p).empty() ||
         !SharesK(plan.choice, p.rows.Total(), arrays.products[0].k * SizeOf(p.dtype),
                  kReduceSplits) ||
-        (of_blocks && !(HasBlockScales(p.dtype) && ForBlockScales(plan.choice) == plan.choice))) {
+        (of_blocks &&
+         !(HasBlockScales(p.dtype) && ForScales(plan.choice, arrays.scales) == plan.choice))) {
       return kNoKernel;
     }
     return "";
