@@ -410,6 +410,19 @@ def test_one_gradient_alone(op):
     near([jax.jit(jax.grad(f, i))(x, w) for i in (0, 1)], both)
 
 
+def test_one_rank_multiplies_as_matmul_does():
+    x, w, dy = operands(8 * WORLD)
+    recipe = jflux.Recipe.block
+    bias, residual = normal(7, N), normal(8, *dy.shape)
+    want = gradients(functools.partial(jflux.matmul, recipe=recipe), x, w, dy)
+    added = {"matmul_reduce_scatter": {"bias": bias, "residual": residual}}
+    for op in set(OPS) - {"matmul", "matmul_all_reduce"}:
+        more = added.get(op, {})
+        got = gradients(call(op, 1, recipe=recipe, **more), x, w, dy)
+        near(got[0], want[0] + (bias + residual if more else 0))
+        near(got[1:], want[1:])
+
+
 def test_references_take_recipes():
     x, w, dy = operands(8 * WORLD)
     for op in ("all_gather_matmul", "matmul_all_reduce", "matmul_all_to_all"):

@@ -133,6 +133,16 @@ def product(
       options: the op's axis and dimensions.
     """
     xs, ws = several(x), several(w)
+    if _is_local(options) and len(xs) == 1 and not reference:
+        # Nothing moves, and matmul has kernels for one rank.
+        scatters = op == "matmul_reduce_scatter"
+        y = product(
+            "matmul", xs[0], ws[0] if scatters else w, recipe=recipe, transpose_rhs=transpose_rhs,
+            out=out, precision=precision, bias=None if scatters else bias, activation=activation,
+            gated=gated,
+        )  # fmt: skip
+        added = [a for a in (bias, residual) if a is not None] if scatters else []
+        return _epilogue.add(y, added)
     _check_columns(op, xs[0], ws[0], transpose_rhs, options)
     state: list[jax.Array] = []
     if isinstance(recipe, DelayedScaling):
@@ -167,6 +177,11 @@ def product(
         ys = _activated(Epilogue((False,) * len(ys), activation, gated), *ys)
     is_several = isinstance(w, tuple | list) and op != "matmul_reduce_scatter"
     return tuple(ys) if is_several and not gated else ys[0]
+
+
+def _is_local(options: Mapping[str, Any]) -> bool:
+    """Whether an op's axis has one rank."""
+    return "axis_name" in options and meshes.axis_size(options["axis_name"]) == 1
 
 
 def _check_columns(
