@@ -18,8 +18,10 @@ _TEXT = """\
 // Written by build_backend/kernel_files.py.
 #include "ops/{op}/{op}_sm90.cuh"
 
-template struct jflux::GemmFamily<jflux::{name}Instances, jflux::DType::k{format}, {transposed}>;
+template struct jflux::GemmFamily<jflux::{name}Instances, jflux::DType::k{format}, {layout}>;
 """
+# What the layouts of w are to GemmFamily.
+_LAYOUTS = {"kn": "false", "nk": "true", "nk_blocks": "true, jflux::Scales::kOfBlocks"}
 
 
 def rows() -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
@@ -41,8 +43,7 @@ def kernel_files(folder: Path, wanted: str) -> Iterator[Path]:
         yield from sorted(ROOT.glob(f"cc/ops/{op}/*.cu"))
         for number, layout in instances:
             path = folder / f"{op}_{number.lower()}_{layout}_sm90.cu"
-            transposed = {"kn": "false", "nk": "true", "nk_blocks": "true, true"}[layout]
-            text = _TEXT.format(op=op, name=name, format=number, transposed=transposed)
+            text = _TEXT.format(op=op, name=name, format=number, layout=_LAYOUTS[layout])
             if not path.exists() or path.read_text() != text:  # else it would be compiled again
                 folder.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)

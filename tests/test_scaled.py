@@ -10,11 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from harness import PLATFORM, RANKS, make_mesh, run
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux._ops import _scaled
 from jflux._ops._collective import Collective
+from jflux._ops._scaled import Scales
 
 E4M3, E5M2, INT8 = (np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8))
 
@@ -580,6 +582,28 @@ def test_gpus_take_scales(transpose_rhs, of_x, of_w, scales, lowered_without_gpu
         assert (
             f"scales = {scales}" in line and "transpose_rhs = true" in line and "f8E4M3FN" in line
         )
+
+
+def test_kinds_of_scales():
+    """What a kernel of one rank takes, and one over ranks."""
+    x_blocks, w_blocks = ((1, -1), (1, 128), (1, 128)), ((-1, 1), (128, 128), (128, 1))
+    kinds = (Scales.OF_SUMS, Scales.OF_BLOCKS, Scales.OF_VECTORS)
+    shapes = ((144,), (2, 3), (144, 3))
+    for kind, shape, of_x, of_w in zip(kinds, shapes, x_blocks, w_blocks, strict=True):
+        x, w = quantized(0, (64, 272), of_x), quantized(1, (272, 144), of_w)
+        assert _scaled.scales_of(x, w, transpose_rhs=False) is kind
+        assert _scaled.of_rows(x, kind).shape == (64, 3 if kind.has_blocks else 1)
+        assert _scaled.of_columns(w, False, kind).shape == shape
+        for takes in (False, True):
+            why = _scaled.why_no_kernel(x, w, transpose_rhs=False, takes_vectors=takes)
+            assert (why is None) == (takes or kind is not Scales.OF_VECTORS)
+        precise = _scaled.scales_of(x, w, transpose_rhs=False, precision=lax.Precision.HIGHEST)
+        assert precise is kind  # a scale for each column is not one of a block of columns
+    one = quantized(1, (272, 144), (-1, -1))
+    precise = _scaled.scales_of(x, one, transpose_rhs=False, precision=lax.Precision.HIGHEST)
+    assert precise is Scales.OF_BLOCKS
+    wide = quantized(0, (64, 272), (1, 128), E5M2)
+    assert "e4m3" in _scaled.why_no_kernel(wide, one, transpose_rhs=False)
 
 
 def test_unchecked_kernels_are_asked_for(lowered_without_gpus):

@@ -39,15 +39,22 @@ inline constexpr bool CanShareK(int32_t tile_n, int32_t cluster_m) {
 // Whether both consumers share a tile of this many columns, whose accumulators do not fit into the
 // registers of one. Nothing is multiplied while they finish such a tile.
 inline constexpr bool IsShared(int32_t tile_n) { return tile_n > 192; }
-// The scales of a product's operands of 8 bits: of x's rows and w's columns, by which sums over k
-// are multiplied, or with an entry for each block of k (gpu/block_scales_sm90.cuh).
-enum class Scales : int64_t { kNone, kOfSums, kOfBlocks };
-inline constexpr bool IsScales(int64_t number) { return 0 <= number && number <= 2; }
-// Whether kernels that multiply a format have scales of blocks.
+// The scales of a product's operands of 8 bits:
+//
+//   kOfSums      of x's rows and w's columns; sums over k are multiplied by them
+//   kOfBlocks    with an entry for each block of k (gpu/block_scales_sm90.cuh): of x's rows, and of
+//                blocks of w's columns
+//   kOfVectors   the same, of x's rows and w's columns
+enum class Scales : int64_t { kNone, kOfSums, kOfBlocks, kOfVectors };
+inline constexpr bool IsScales(int64_t number) { return 0 <= number && number <= 3; }
+inline constexpr bool HasEntriesOfK(Scales s) { return s > Scales::kOfSums; }
+// Whether kernels that multiply a format have scales with entries of k.
 inline constexpr bool HasBlockScales(DType t) { return t == DType::kF8E4M3FN; }
-// Whether a tile of this many columns can have scales of blocks of k: a thread then has a tile's
-// sums twice, those of one block and those of all before it.
-inline constexpr bool CanHaveBlockScales(int32_t tile_n) { return !IsShared(tile_n); }
+// Whether a tile of this many columns can have them: a thread then has a tile's sums twice, those
+// of one block and those of all before it; and the scales of its columns.
+inline constexpr bool CanHave(Scales s, int32_t tile_n) {
+  return s == Scales::kOfVectors ? tile_n == 128 : !HasEntriesOfK(s) || !IsShared(tile_n);
+}
 // The elements of k, or of another dimension, that share an entry of such a scale. Those of k are a
 // k-block of the main loop.
 inline constexpr int kScaleBlock = 128;
@@ -99,11 +106,12 @@ inline bool SharesK(const GemmChoice& c, int64_t m, int64_t row_bytes, int32_t m
 // Why the kernels of a product do not take operands of these formats and sizes; empty if they do.
 // k, n: of each weight. Rows are whole vectors, of operands and results.
 inline std::string WhyNotOperands(const OpFormats& op, FormatSet machine, DType dtype,
-                                  DType out_dtype, int64_t k, int64_t n, bool transpose_rhs) {
-  std::string why = WhyNotFormats(op, machine, dtype, out_dtype);
+                                  DType w_dtype, DType out_dtype, int64_t k, int64_t n,
+                                  bool transpose_rhs) {
+  std::string why = WhyNotFormats(op, machine, dtype, w_dtype, out_dtype);
   if (!why.empty()) return why;
-  if (FormatOf(dtype).k_major && !transpose_rhs) {
-    return std::string("w of ") + FormatOf(dtype).name + " must be stored [n, k]";
+  if (FormatOf(w_dtype).k_major && !transpose_rhs) {
+    return std::string("w of ") + FormatOf(w_dtype).name + " must be stored [n, k]";
   }
   const int64_t vector = kVectorBytes / SizeOf(dtype);
   if (k % vector == 0 && n % vector == 0) return "";
@@ -118,13 +126,14 @@ template <typename Params>
 std::string WhyNotShards(const OpFormats& op, FormatSet machine, const Params& p) {
   const bool strided = p.rows.outer > 1 && (p.split_rows || p.concat_rows);
   if (strided && p.rows.inner % kGemmTileM != 0) return kStraddlingTiles;
-  return WhyNotOperands(op, machine, p.dtype, p.out_dtype, p.k, p.n, p.transpose_rhs);
+  return WhyNotOperands(op, machine, p.dtype, p.dtype, p.out_dtype, p.k, p.n, p.transpose_rhs);
 }
 
-// The choice for a call with scales of blocks. `gated`: half of a tile's columns belong to each of
-// two weights.
-inline GemmChoice ForBlockScales(GemmChoice c, bool gated = false) {
-  if (!CanHaveBlockScales(c.tile_n)) c.tile_n = gated ? 128 : 192;
+// The choice for a call with such scales. `gated`: half of a tile's columns belong to each of two
+// weights.
+inline GemmChoice ForScales(GemmChoice c, Scales scales, bool gated = false) {
+  if (!HasEntriesOfK(scales)) return c;
+  if (!CanHave(scales, c.tile_n)) c.tile_n = gated || scales == Scales::kOfVectors ? 128 : 192;
   c.splits = 1;
   return c;
 }

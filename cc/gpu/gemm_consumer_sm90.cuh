@@ -120,7 +120,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
     }
     uint64_t start = call.Start();
     if constexpr (Config::kBlockScales) {
-      const BlockScales scales = Op::ScalesOf(args, row_block, staging.M64At(0), tile);
+      const ScalesOfTile<Config> scales = Op::ScalesOf(args, row_block, staging.M64At(0), tile);
       MultiplyBlocks<Config>(acc, smem, consumer, mma_parity, stages, k_blocks, scales,
                              [&](int stage) {
                                __syncwarp();

@@ -24,10 +24,9 @@ inline constexpr int kStripBytes = 64 * kBlockBytes;
 
 // A cluster has kClusterM CTAs on consecutive row blocks that share w's tile. Or it has kClusterK
 // CTAs that split the k of one tile, and each finishes a slice of the tile's columns.
-// kMayLendStage: the op allows kLendsStage. kTransposeLhs: x is stored [k, m]. kBlockScales: scales
-// have an entry for each k-block (gpu/block_scales_sm90.cuh).
+// kMayLendStage: the op allows kLendsStage. kTransposeLhs: x is stored [k, m].
 template <typename T_, int kTileN_, int kClusterM_, bool kTransposeRhs_, bool kMayLendStage,
-          int kClusterK_ = 1, bool kTransposeLhs_ = false, bool kBlockScales_ = false>
+          int kClusterK_ = 1, bool kTransposeLhs_ = false, Scales kScales_ = Scales::kOfSums>
 struct GemmConfig {
   using T = T_;
   // The 16-bit type in which results are staged.
@@ -36,12 +35,13 @@ struct GemmConfig {
                 (kTransposeRhs_ && !kTransposeLhs_));  // the instruction's operands
   // Operands of 8 bits have scales: the main loop multiplies the sums of each k-block by theirs, or
   // the epilogue those of all k.
-  static constexpr bool kBlockScales = kBlockScales_;
+  static constexpr Scales kScales = kScales_;
+  static constexpr bool kBlockScales = HasEntriesOfK(kScales);
   static constexpr bool kScaled = sizeof(T) == 1 && !kBlockScales;
   static constexpr int kTileM = 128;
   static constexpr int kTileN = kTileN_;
   static constexpr int kTileK = kBlockBytes / sizeof(T);
-  static_assert(!kBlockScales || (kTileK == kScaleBlock && CanHaveBlockScales(kTileN)));
+  static_assert(!kBlockScales || (kTileK == kScaleBlock && CanHave(kScales, kTileN)));
   static constexpr int kClusterM = kClusterM_;
   static constexpr int kClusterK = kClusterK_;
   static constexpr int kCluster = kClusterM * kClusterK;

@@ -31,6 +31,10 @@ template <>
 struct CudaTypeOf<DType::kF8E4M3FN> {
   using Type = __nv_fp8_e4m3;
 };
+template <>
+struct CudaTypeOf<DType::kF8E5M2> {
+  using Type = __nv_fp8_e5m2;
+};
 template <DType kFormat>
 using CudaType = typename CudaTypeOf<kFormat>::Type;
 

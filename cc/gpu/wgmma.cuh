@@ -154,30 +154,31 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
   JFLUX_MULTIPLY_REGISTERS(T, TYPE, K, 256, JFLUX_D128, JFLUX_D128_OPERANDS,                       \
                            "%128, %129, %130, %131", "%132", "%133", "%134")
 
-// The same for 8-bit types, whose operands are K-major.
-#define JFLUX_MULTIPLY_8(T, TYPE, N, D, OPERANDS, A, B, ADDS)                                   \
+// The same for 8-bit types, whose operands are K-major. TYPES: of A and B.
+#define JFLUX_MULTIPLY_8(T, TYPES, N, D, OPERANDS, A, B, ADDS)                                  \
   template <int kTransA, int kTransB>                                                           \
   __device__ __forceinline__ void Multiply(const T*, float (&d)[N / 2], uint64_t a, uint64_t b, \
                                            bool adds) {                                         \
     static_assert(kTransA == 0 && kTransB == 0);                                                \
     asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " ADDS                                 \
                  ", 0;\n"                                                                       \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPE "." TYPE " {" D "}, " A \
-                 ", " B ", adds, 1, 1;\n}\n"                                                    \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPES " {" D "}, " A ", " B  \
+                 ", adds, 1, 1;\n}\n"                                                           \
                  : OPERANDS                                                                     \
                  : "l"(a), "l"(b), "r"(static_cast<int32_t>(adds)));                            \
   }
-#define JFLUX_MULTIPLY_TYPE_8(T, TYPE)                                                    \
-  JFLUX_MULTIPLY_8(T, TYPE, 128, JFLUX_D64, JFLUX_D64_OPERANDS, "%64", "%65", "%66")      \
-  JFLUX_MULTIPLY_8(T, TYPE, 160, JFLUX_D80, JFLUX_D80_OPERANDS, "%80", "%81", "%82")      \
-  JFLUX_MULTIPLY_8(T, TYPE, 192, JFLUX_D96, JFLUX_D96_OPERANDS, "%96", "%97", "%98")      \
-  JFLUX_MULTIPLY_8(T, TYPE, 224, JFLUX_D112, JFLUX_D112_OPERANDS, "%112", "%113", "%114") \
-  JFLUX_MULTIPLY_8(T, TYPE, 256, JFLUX_D128, JFLUX_D128_OPERANDS, "%128", "%129", "%130")
+#define JFLUX_MULTIPLY_TYPE_8(T, TYPES)                                                    \
+  JFLUX_MULTIPLY_8(T, TYPES, 128, JFLUX_D64, JFLUX_D64_OPERANDS, "%64", "%65", "%66")      \
+  JFLUX_MULTIPLY_8(T, TYPES, 160, JFLUX_D80, JFLUX_D80_OPERANDS, "%80", "%81", "%82")      \
+  JFLUX_MULTIPLY_8(T, TYPES, 192, JFLUX_D96, JFLUX_D96_OPERANDS, "%96", "%97", "%98")      \
+  JFLUX_MULTIPLY_8(T, TYPES, 224, JFLUX_D112, JFLUX_D112_OPERANDS, "%112", "%113", "%114") \
+  JFLUX_MULTIPLY_8(T, TYPES, 256, JFLUX_D128, JFLUX_D128_OPERANDS, "%128", "%129", "%130")
 
 // The instruction of each format with a `hopper` (core/format.h).
 JFLUX_MULTIPLY_TYPE(__nv_bfloat16, "bf16", 16)
 JFLUX_MULTIPLY_TYPE(__half, "f16", 16)
-JFLUX_MULTIPLY_TYPE_8(__nv_fp8_e4m3, "e4m3")
+JFLUX_MULTIPLY_TYPE_8(__nv_fp8_e4m3, "e4m3.e4m3")
+JFLUX_MULTIPLY_TYPE_8(__nv_fp8_e5m2, "e5m2.e4m3")
 
 #undef JFLUX_MULTIPLY_TYPE
 #undef JFLUX_MULTIPLY_TYPE_8

@@ -5,6 +5,7 @@
 //   Kernel<Config>()  its kernel for a configuration; null: none
 //   kMostSplits       how many CTAs may split k; 1: k is not split
 //   kMayLendStage     whether tiles may lend a stage (gpu/gemm_smem.cuh)
+//   kVectorScales     whether there are kernels for Scales::kOfVectors; unless defined: none
 //
 // Kernels are compiled where GemmFamily is instantiated: in the op's own file; or, for an op that
 // takes minutes, in a file for each INSTANCE of its row in cc/ops/registry.cc, which the build
@@ -14,6 +15,7 @@
 
 #include <iterator>
 #include <string>
+#include <type_traits>
 
 #include "gpu/gemm_config.h"
 #include "gpu/gemm_sm90.cuh"
@@ -24,21 +26,21 @@ namespace jflux {
 
 // Calls visit.template operator()<Config>() for the configuration that fits `c`, among those from
 // kFirst on. False if there is none.
-template <typename T, bool kTransposeRhs, bool kMayLendStage, bool kBlockScales, size_t kFirst = 0,
+template <typename T, bool kTransposeRhs, bool kMayLendStage, Scales kScales, size_t kFirst = 0,
           typename F>
 bool WithTile(const GemmChoice& c, F&& visit) {
   if constexpr (kFirst == std::size(kCompiled)) {
     return false;
   } else {
     constexpr GemmChoice kThis = kCompiled[kFirst];
-    if constexpr (!kBlockScales || CanHaveBlockScales(kThis.tile_n)) {
+    if constexpr (CanHave(kScales, kThis.tile_n)) {
       if (c.tile_n == kThis.tile_n && c.cluster_m == kThis.cluster_m) {
         using Config = GemmConfig<T, kThis.tile_n, kThis.cluster_m, kTransposeRhs, kMayLendStage, 1,
-                                  false, kBlockScales>;
+                                  false, kScales>;
         return visit.template operator()<Config>();
       }
     }
-    return WithTile<T, kTransposeRhs, kMayLendStage, kBlockScales, kFirst + 1>(c, visit);
+    return WithTile<T, kTransposeRhs, kMayLendStage, kScales, kFirst + 1>(c, visit);
   }
 }
 
@@ -99,8 +101,8 @@ struct LaunchInstance {
   }
 };
 
-// The kernels for one format and layout of w, and for scales of blocks or not.
-template <typename Instances, DType kFormat, bool kTransposeRhs, bool kBlockScales = false>
+// The kernels for one format, layout of w, and kind of scales.
+template <typename Instances, DType kFormat, bool kTransposeRhs, Scales kScales = Scales::kOfSums>
 struct GemmFamily {
   using T = CudaType<kFormat>;
   static bool Load(std::string* error);
@@ -108,11 +110,11 @@ struct GemmFamily {
   static bool Launch(const GemmChoice& choice, const LaunchInstance<Instances>& launch);
 };
 
-template <typename Instances, DType kFormat, bool kTransposeRhs, bool kBlockScales>
-bool GemmFamily<Instances, kFormat, kTransposeRhs, kBlockScales>::Load(std::string* error) {
+template <typename Instances, DType kFormat, bool kTransposeRhs, Scales kScales>
+bool GemmFamily<Instances, kFormat, kTransposeRhs, kScales>::Load(std::string* error) {
   for (const GemmChoice& c : kCompiled) {
-    if (kBlockScales && !CanHaveBlockScales(c.tile_n)) continue;
-    if (!WithTile<T, kTransposeRhs, Instances::kMayLendStage, kBlockScales>(
+    if (!CanHave(kScales, c.tile_n)) continue;
+    if (!WithTile<T, kTransposeRhs, Instances::kMayLendStage, kScales>(
             c, LoadInstance<Instances>{error})) {
       return false;
     }
@@ -120,11 +122,18 @@ bool GemmFamily<Instances, kFormat, kTransposeRhs, kBlockScales>::Load(std::stri
   return true;
 }
 
-template <typename Instances, DType kFormat, bool kTransposeRhs, bool kBlockScales>
-bool GemmFamily<Instances, kFormat, kTransposeRhs, kBlockScales>::Launch(
+template <typename Instances, DType kFormat, bool kTransposeRhs, Scales kScales>
+bool GemmFamily<Instances, kFormat, kTransposeRhs, kScales>::Launch(
     const GemmChoice& choice, const LaunchInstance<Instances>& launch) {
-  return WithTile<T, kTransposeRhs, Instances::kMayLendStage, kBlockScales>(choice, launch);
+  return WithTile<T, kTransposeRhs, Instances::kMayLendStage, kScales>(choice, launch);
 }
+
+// Whether an op has kernels for Scales::kOfVectors: it says kVectorScales.
+template <typename Instances, typename = void>
+inline constexpr bool kHasVectorScales = false;
+template <typename Instances>
+inline constexpr bool kHasVectorScales<Instances, std::void_t<decltype(Instances::kVectorScales)>> =
+    Instances::kVectorScales;
 
 template <typename Instances>
 bool LoadGemmInstances(std::string* error) {
@@ -135,7 +144,10 @@ bool LoadGemmInstances(std::string* error) {
         loaded = loaded && GemmFamily<Instances, format(), false>::Load(error);
       }
       if constexpr (HasBlockScales(format())) {
-        loaded = loaded && GemmFamily<Instances, format(), true, true>::Load(error);
+        loaded = loaded && GemmFamily<Instances, format(), true, Scales::kOfBlocks>::Load(error);
+      }
+      if constexpr (HasBlockScales(format()) && kHasVectorScales<Instances>) {
+        loaded = loaded && GemmFamily<Instances, format(), true, Scales::kOfVectors>::Load(error);
       }
       return loaded;
     });
@@ -155,7 +167,12 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
     }
     if constexpr (HasBlockScales(format())) {
       if (scales == Scales::kOfBlocks) {
-        return GemmFamily<Instances, format(), true, true>::Launch(choice, launch);
+        return GemmFamily<Instances, format(), true, Scales::kOfBlocks>::Launch(choice, launch);
+      }
+    }
+    if constexpr (HasBlockScales(format()) && kHasVectorScales<Instances>) {
+      if (scales == Scales::kOfVectors) {
+        return GemmFamily<Instances, format(), true, Scales::kOfVectors>::Launch(choice, launch);
       }
     }
     return GemmFamily<Instances, format(), true>::Launch(choice, launch);
@@ -163,13 +180,14 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
 }
 
 // The files of an op's instances have its kernels, and no other file.
-#define JFLUX_INSTANCES_APART(Instances)                                \
-  extern template struct GemmFamily<Instances, DType::kF16, false>;     \
-  extern template struct GemmFamily<Instances, DType::kF16, true>;      \
-  extern template struct GemmFamily<Instances, DType::kBF16, false>;    \
-  extern template struct GemmFamily<Instances, DType::kBF16, true>;     \
-  extern template struct GemmFamily<Instances, DType::kF8E4M3FN, true>; \
-  extern template struct GemmFamily<Instances, DType::kF8E4M3FN, true, true>
+#define JFLUX_INSTANCES_APART(Instances)                                                   \
+  extern template struct GemmFamily<Instances, DType::kF16, false>;                        \
+  extern template struct GemmFamily<Instances, DType::kF16, true>;                         \
+  extern template struct GemmFamily<Instances, DType::kBF16, false>;                       \
+  extern template struct GemmFamily<Instances, DType::kBF16, true>;                        \
+  extern template struct GemmFamily<Instances, DType::kF8E4M3FN, true>;                    \
+  extern template struct GemmFamily<Instances, DType::kF8E4M3FN, true, Scales::kOfBlocks>; \
+  extern template struct GemmFamily<Instances, DType::kF8E5M2, true>
 
 // The tensor map of w as LoadB (gpu/gemm_operands_sm90.cuh) reads it. `halves`: w is half of a
 // tile's columns.

@@ -171,7 +171,7 @@ def of_products(
         ys = [_lax.matmul(x, w, out, precision, transpose_rhs) for w in ws]
         return ys, ys
     _, of_rows, of_columns = epilogue.split(operands)
-    if epilogue.scales is Scales.OF_BLOCKS:
+    if epilogue.scales.has_blocks:
         products = [
             _scaled.product(x, w, of_rows, scale, precision, transpose_rhs)
             for w, scale in zip(ws, of_columns, strict=True)

@@ -235,6 +235,13 @@ class Scales(enum.IntEnum):
     OF_SUMS = 1
     #: With an entry for each block of k: of x's rows, and of blocks of w's columns.
     OF_BLOCKS = 2
+    #: The same, of x's rows and w's columns.
+    OF_VECTORS = 3
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether there is an entry for each block of k."""
+        return self > Scales.OF_SUMS
 
 
 def is_highest(precision: lax.PrecisionLike) -> bool:
@@ -250,7 +257,7 @@ def scales_of(
     that can be repeated along k, where `precision` wants the sums of blocks added in float32."""
     k_of_w = 1 if transpose_rhs else 0
     if x.scale.shape[-1] > 1 or any(w.scale.shape[k_of_w] > 1 for w in ws):
-        return Scales.OF_BLOCKS
+        return Scales.OF_BLOCKS if _has_column_blocks(ws, 1 - k_of_w) else Scales.OF_VECTORS
     # Kernels do that for e4m3. XLA's product of other types is told the precision.
     repeats = is_highest(precision) and all(one.dtype == jnp.float8_e4m3fn for one in (x, *ws))
     return Scales.OF_BLOCKS if repeats and _has_column_blocks(ws, 1 - k_of_w) else Scales.OF_SUMS
@@ -261,30 +268,39 @@ def _has_column_blocks(ws: Sequence[Scaled], n_of_w: int) -> bool:
     return all(w.scale.shape[n_of_w] <= -(-w.shape[n_of_w] // BLOCK) for w in ws)
 
 
-def why_no_kernel(x: Scaled, *ws: Scaled, transpose_rhs: bool) -> str | None:
-    """Why no kernel takes these scales, or None."""
-    if scales_of(x, *ws, transpose_rhs=transpose_rhs) is Scales.OF_SUMS:
+def why_no_kernel(
+    x: Scaled, *ws: Scaled, transpose_rhs: bool, takes_vectors: bool = False
+) -> str | None:
+    """Why no kernel takes these scales, or None. `takes_vectors`: of an op that has kernels for
+    `Scales.OF_VECTORS`."""
+    scales = scales_of(x, *ws, transpose_rhs=transpose_rhs)
+    if not scales.has_blocks:
         return None
     entries = [x.scale.shape[-1], *(w.scale.shape[1 if transpose_rhs else 0] for w in ws)]
     if max(entries) > -(-x.shape[-1] // BLOCK):
         return "a scale has an entry for each index of k"
-    if _has_column_blocks(ws, 0 if transpose_rhs else 1):
+    if x.dtype != jnp.float8_e4m3fn:
+        return f"kernels take scales of blocks of float8_e4m3fn, x is {x.dtype}"
+    if takes_vectors or scales is Scales.OF_BLOCKS:
         return None
     return f"kernels take blocks of {BLOCK} of k of w only for {BLOCK} columns each"
 
 
 def of_rows(x: Scaled, scales: Scales) -> jax.Array:
     """The scale of x's rows, [..., rows, 1], or [..., rows, blocks of k]."""
-    entries = -(-x.shape[-1] // BLOCK) if scales is Scales.OF_BLOCKS else 1
+    entries = -(-x.shape[-1] // BLOCK) if scales.has_blocks else 1
     return jnp.broadcast_to(spread(x.scale, x.shape[:-1]), (*x.shape[:-1], entries))
 
 
 def of_columns(w: Scaled, transpose_rhs: bool, scales: Scales) -> jax.Array:
-    """The scale of w's columns, [n], or of its blocks, [blocks of n, blocks of k]."""
+    """The scale of w's columns, [n], of its blocks, [blocks of n, blocks of k], or of its vectors,
+    [n, blocks of k]."""
     scale = w.scale if transpose_rhs else w.scale.T
     n, k = w.shape if transpose_rhs else w.shape[::-1]
     if scales is Scales.OF_BLOCKS:
         return jnp.broadcast_to(scale, (-(-n // BLOCK), -(-k // BLOCK)))
+    if scales is Scales.OF_VECTORS:
+        return jnp.broadcast_to(over_elements(scale, 0, n), (n, -(-k // BLOCK)))
     return jnp.broadcast_to(over_elements(scale, 0, n).reshape(-1), (n,))
 
 

@@ -102,6 +102,7 @@ def scaled(rng: random.Random, place: Place) -> Case:
         jnp.float8_e4m3fn, out, transpose_rhs=rng.random() < 0.5,
     )  # fmt: skip
     f = call.bind(place.axis_name)
+    of_x = call.dtype if by_block else rng.choice([call.dtype, jnp.float8_e5m2])
 
     def body(x: Any, x_scale: Any, w: Any, w_scale: Any) -> Any:
         return f(jflux.Scaled(x, x_scale), jflux.Scaled(w, w_scale))
@@ -110,6 +111,7 @@ def scaled(rng: random.Random, place: Place) -> Case:
         draws = np.random.default_rng(seed + 2)
         mesh, axis = place.mesh, place.axis_name
         x, w = calls.operands(call, mesh, axis, seed=seed)
+        x = x.astype(of_x)
 
         def scale_of(a: np.ndarray, each: bool, along_k: int, size: int) -> np.ndarray:
             """An entry for `size` indices of a dimension other than k."""
@@ -137,7 +139,8 @@ def scaled(rng: random.Random, place: Place) -> Case:
 
     return place.case(
         call.op,
-        f"{call.op} {call} with scales {by_row=} {by_column=} {by_block=} {np.dtype(out).name}",
+        f"{call.op} {call} with scales {by_row=} {by_column=} {by_block=}, x of "
+        f"{np.dtype(of_x).name}, y of {np.dtype(out).name}",
         body,
         make,
         is_xlas=place.world == 1,

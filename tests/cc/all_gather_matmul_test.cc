@@ -95,7 +95,7 @@ TEST(Plans) {
       });
 }
 
-// GPU kernels take 8 bits of e4m3 alone, with w along k; and no kernel two types that are no
+// GPU kernels take 8-bit floats with w of e4m3 along k; and no kernel two types that are no
 // product.
 TEST(FormatsThatAreRefused) {
   AllGatherMatmulParams p = Small(16, 16);
@@ -104,8 +104,14 @@ TEST(FormatsThatAreRefused) {
   p.transpose_rhs = true, p.k = p.n = 48;
   EXPECT_EQ(WhyNoKernel(p), "");
   p.dtype = DType::kF8E5M2, p.w_dtype = DType::kF8E4M3FN;
+  EXPECT_EQ(WhyNoKernel(p), "");
+  p.w_dtype = DType::kF8E5M2;
   EXPECT_EQ(WhyNoKernel(p),
-            "operands are float8_e5m2, the kernels take float16, bfloat16, float8_e4m3fn");
+            "x is float8_e5m2 and w is float8_e5m2, the kernels multiply float8_e5m2 by "
+            "float8_e4m3fn");
+  p.dtype = p.w_dtype.emplace(DType::kS8);
+  EXPECT_EQ(WhyNoKernel(p),
+            "operands are int8, the kernels take float16, bfloat16, float8_e4m3fn, float8_e5m2");
   const auto why_not = [](DType x, DType w, DType y) {
     return WhyNotFormats(kAllGatherMatmulCpuFormats, kAllFormats, x, w, y);
   };

@@ -100,17 +100,14 @@ bool AllGatherMatmulCpu(const AllGatherMatmulParams& params, const CpuTiling& ti
                         const AllGatherMatmulArrays& arrays, const SymmetricView& view,
                         uint64_t epoch, const WaitContext& ctx);
 
-inline constexpr OpFormats kAllGatherMatmulFormats{kHalves | SetOf(DType::kF8E4M3FN),
-                                                   SetOf(DType::kBF16, DType::kF32)};
+inline constexpr OpFormats kAllGatherMatmulFormats{
+    kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2), SetOf(DType::kBF16, DType::kF32)};
 inline constexpr OpFormats kAllGatherMatmulCpuFormats{
     kWideFormats | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
     SetOf(DType::kF16, DType::kBF16, DType::kF32, DType::kS32)};
 inline std::string WhyNoKernel(const AllGatherMatmulParams& p, FormatSet machine = kWgmmaFormats) {
-  std::string why =
-      WhyNotFormats(kAllGatherMatmulFormats, machine, p.dtype, p.DTypeOfW(), p.out_dtype);
-  if (!why.empty()) return why;
-  return WhyNotOperands(kAllGatherMatmulFormats, machine, p.dtype, p.out_dtype, p.k, p.n,
-                        p.transpose_rhs);
+  return WhyNotOperands(kAllGatherMatmulFormats, machine, p.dtype, p.DTypeOfW(), p.out_dtype, p.k,
+                        p.n, p.transpose_rhs);
 }
 
 inline KPanelLayout CudaLayoutOf(const AllGatherMatmulParams& p) {
@@ -134,13 +131,13 @@ inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, i
 
 // `wanted`, as a call with these weights can take it. p.n is the columns of all weights.
 inline GemmChoice FitWeights(GemmChoice wanted, const AllGatherMatmulParams& p, bool gated,
-                             bool block_scales, const Machine& machine) {
+                             Scales scales, const Machine& machine) {
   const int64_t rows = p.rows.Total(), k_bytes = p.k * SizeOf(p.dtype);
   const GemmChoice choice =
       gated ? ForGate(wanted, rows, p.n, k_bytes, machine,
                       AllGatherCosts(p.dtype, p.k, p.n / 2, p.transpose_rhs, p.rows.world))
             : FitSplits(wanted, rows, k_bytes, kGatherSplits);
-  return block_scales ? ForBlockScales(choice, gated) : choice;
+  return ForScales(choice, scales, gated);
 }
 
 // CTAs that may send. With few rows all do. (One raster group of 512 or 1024 rows is faster with
@@ -160,7 +157,7 @@ struct AllGatherMatmulOperands {
     int64_t n;
     const float* bias;             // [n], or null
     void* sums;                    // as y, of what the activation is applied to; or null
-    const float* scale = nullptr;  // of w: [n], or [blocks of n, blocks of k]
+    const float* scale = nullptr;  // of w: [n], [blocks of n, blocks of k], or [blocks of k, n]
   } products[kMaxWeights];
   int32_t weights;
   Activation activation;

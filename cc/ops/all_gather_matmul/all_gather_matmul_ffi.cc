@@ -23,7 +23,8 @@ bool PlanAllGatherMatmul(CallReader& reader, const Machine& machine, Fields* pla
   if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine)), why_not)) return false;
   const GemmChoice wanted = call.given.value_or(
       ChooseAllGather(p.rows.world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs));
-  const GemmChoice choice = FitWeights(wanted, p, gated, block_scales, machine);
+  const GemmChoice choice =
+      FitWeights(wanted, p, gated, block_scales ? Scales::kOfBlocks : Scales::kOfSums, machine);
   *plan =
       ProductPlan{choice, AllGatherSenders(p, machine), CudaLayoutOf(p).Workspace().TotalBytes()}
           .AsFields();
@@ -89,6 +90,7 @@ struct CallOnCuda : PlannedCall<kAllGatherMatmulId, LaunchAllGatherMatmul> {
     };
     const std::string why = ReadWeights(a.weights, rest, results, params_of, &p, &arrays);
     if (!why.empty()) return why;
+    if (arrays.scales == Scales::kOfVectors) return kNoKernel;
     // With no sender all CTAs would wait for rows for ever.
     if (!ReadPlan(a) || !WhyNoKernel(p).empty() || plan.senders < 1 ||
         !CanTake(plan.choice, p, arrays)) {

@@ -66,6 +66,7 @@ std::string ReadWeights(const WeightsAttributes& a, const ffi::RemainingArgs& re
     *p = *params;
     if (!WhyNoKernel(*p).empty()) return kNoKernel;
     if (a.scales != 0 && SizeOf(p->dtype) != 1) return kDoNotFit;
+    if (HasEntriesOfK(operands->scales) && !HasBlockScales(p->dtype)) return kNoKernel;
     auto& product = operands->products[i];
     product.w = w.untyped_data();
     product.y = y->untyped_data();
@@ -77,7 +78,8 @@ std::string ReadWeights(const WeightsAttributes& a, const ffi::RemainingArgs& re
     }
     if (a.scales != 0) {
       const bool of_blocks = operands->scales == Scales::kOfBlocks;
-      const int64_t k_entries = of_blocks ? CeilDiv<int64_t>(p->k, kScaleBlock) : 1;
+      const int64_t k_entries =
+          HasEntriesOfK(operands->scales) ? CeilDiv<int64_t>(p->k, kScaleBlock) : 1;
       const int64_t n_entries = of_blocks ? CeilDiv<int64_t>(p->n, kScaleBlock) : p->n;
       operands->x_scale = floats(count + biases, p->rows.Total() * k_entries);
       product.scale = floats(count + biases + 1 + i, n_entries * k_entries);
@@ -96,8 +98,8 @@ inline bool CanTake(const GemmChoice& c, const AllGatherMatmulParams& p,
                     const AllGatherMatmulOperands& operands) {
   const bool gate = c.tile_n % 128 == 0 && c.splits == 1;
   return SharesK(c, p.rows.Total(), p.k * SizeOf(p.dtype), kGatherSplits) &&
-         (!operands.gated || gate) &&
-         (operands.scales != Scales::kOfBlocks || ForBlockScales(c, operands.gated) == c);
+         (!operands.gated || gate) && (operands.scales != Scales::kOfVectors || !operands.gated) &&
+         ForScales(c, operands.scales, operands.gated) == c;
 }
 
 }  // namespace jflux

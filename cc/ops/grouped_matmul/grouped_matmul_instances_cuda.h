@@ -115,7 +115,8 @@ inline int64_t MostTilesOf(const GroupedMatmulParams& p, const GroupTiles& tiles
 // Why a kernel cannot take such operands; empty if it can.
 inline std::string WhyNoGroupedKernel(int64_t m, int64_t k, int64_t n, int64_t groups, DType dtype,
                                       DType out_dtype, bool k_major, bool gated, TileChoice tile) {
-  std::string why = WhyNotOperands(kGroupedFormats, kWgmmaFormats, dtype, out_dtype, k, n, k_major);
+  std::string why =
+      WhyNotOperands(kGroupedFormats, kWgmmaFormats, dtype, dtype, out_dtype, k, n, k_major);
   if (!why.empty()) return why;
   constexpr int64_t kMostRows = int64_t{1} << 29;
   if (groups > kMostGroups) return "more than " + std::to_string(kMostGroups) + " groups";

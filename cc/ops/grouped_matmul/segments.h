@@ -70,8 +70,8 @@ std::optional<GemmChoice> GroupedChoiceOf(const Numbers& choice) {
 
 // Why no kernel takes the product; empty if one does.
 inline std::string WhyNoSegmentedKernel(const GroupedMatmulParams& product) {
-  std::string why = WhyNotOperands(kGroupedFormats, kWgmmaFormats, product.dtype, product.out_dtype,
-                                   product.k, product.n, product.transpose_rhs);
+  std::string why = WhyNotOperands(kGroupedFormats, kWgmmaFormats, product.dtype, product.dtype,
+                                   product.out_dtype, product.k, product.n, product.transpose_rhs);
   if (!why.empty()) return why;
   if (product.groups > kMostSpans) {
     return "more than " + std::to_string(kMostSpans) + " groups";

@@ -14,14 +14,14 @@ namespace jflux {
 inline constexpr OpId kMatmulId{43};
 
 // XLA multiplies operands without scales.
-inline constexpr OpFormats kMatmulFormats{SetOf(DType::kF8E4M3FN),
+inline constexpr OpFormats kMatmulFormats{SetOf(DType::kF8E4M3FN, DType::kF8E5M2),
                                           SetOf(DType::kBF16, DType::kF32)};
 
 inline GemmChoice ChooseMatmul(const AllGatherMatmulParams& p,
                                const AllGatherMatmulOperands& operands, const Machine& machine) {
   const GemmChoice wanted =
       ChooseAllGather(/*world=*/1, p.rows.Total(), p.n, p.k, p.dtype, machine, p.transpose_rhs);
-  return FitWeights(wanted, p, operands.gated, operands.scales == Scales::kOfBlocks, machine);
+  return FitWeights(wanted, p, operands.gated, operands.scales, machine);
 }
 
 // Enqueues the call on `stream` of the current device. `choice`: of columns and CTAs, or null.

@@ -36,17 +36,18 @@ ffi::Error Cuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::AnyBuffer 
   const auto params_of = [&](const ffi::AnyBuffer& w, const ffi::AnyBuffer& y,
                              bool gathered) -> std::optional<AllGatherMatmulParams> {
     const auto dtype = DTypeOf(x.element_type(), kAllFormats);
+    const auto w_dtype = DTypeOf(w.element_type(), kAllFormats);
     const auto out_dtype = DTypeOf(y.element_type(), kAllFormats);
-    if (gathered || !dtype || !out_dtype || x.dimensions().size() != 2 ||
+    if (gathered || !dtype || !w_dtype || !out_dtype || x.dimensions().size() != 2 ||
         w.dimensions().size() != 2) {
       return std::nullopt;
     }
     const int64_t rows = x.dimensions()[0], k = x.dimensions()[1], n = w.dimensions()[0];
-    if (rows == 0 || k == 0 || n == 0 || !Is(w, x.element_type(), {n, k}) ||
+    if (rows == 0 || k == 0 || n == 0 || !Is(w, w.element_type(), {n, k}) ||
         !Is(y, y.element_type(), {rows, n})) {
       return std::nullopt;
     }
-    return AllGatherMatmulParams{Rows{1, 1, rows}, k, n, *dtype, *out_dtype, true, false};
+    return AllGatherMatmulParams{Rows{1, 1, rows}, k, n, *dtype, *out_dtype, true, false, *w_dtype};
   };
   std::string why = ReadWeights(a.weights, rest, results, params_of, &p, &operands);
   GemmChoice choice{};
@@ -54,7 +55,8 @@ ffi::Error Cuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::AnyBuffer 
     choice = {static_cast<int32_t>(a.tile[0]), static_cast<int32_t>(a.tile[1]), 8};
     if (why.empty() && !(IsPossible(choice) && CanTake(choice, p, operands))) why = kNoKernel;
   }
-  if (why.empty() && (operands.scales == Scales::kNone || !Has(kMatmulFormats.operands, p.dtype))) {
+  if (why.empty() && (operands.scales == Scales::kNone || !Has(kMatmulFormats.operands, p.dtype) ||
+                      (operands.scales == Scales::kOfVectors && operands.gated))) {
     why = kNoKernel;
   }
   if (!why.empty()) return InvalidArgument("matmul: " + why);

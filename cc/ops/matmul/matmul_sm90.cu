@@ -25,6 +25,7 @@ struct Instances : MatmulKernels {
   static constexpr OpFormats kFormats = kMatmulFormats;
   static constexpr int kMostSplits = kGatherSplits;
   static constexpr bool kMayLendStage = true;
+  static constexpr bool kVectorScales = true;
 };
 
 }  // namespace

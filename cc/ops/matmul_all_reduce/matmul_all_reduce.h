@@ -144,7 +144,7 @@ inline std::string WhyNoKernel(const MatmulAllReduceParams& p, FormatSet machine
   if (!AreFewRows(p) && s.rows.inner % kGemmTileM != 0) {
     return "each rank must have a multiple of 128 rows (two ranks: or up to 128 rows in all)";
   }
-  return WhyNotOperands(kMatmulAllReduceFormats, machine, s.dtype, s.out_dtype, s.k, s.n,
+  return WhyNotOperands(kMatmulAllReduceFormats, machine, s.dtype, s.dtype, s.out_dtype, s.k, s.n,
                         s.transpose_rhs);
 }
 

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 
 #include "core/format.h"
@@ -28,10 +29,13 @@ struct MatmulReduceScatterParams {
   Rows rows;           // of x, before the scatter
   int64_t k;           // columns of this rank's x
   int64_t n;           // columns of w
-  DType dtype;         // of x and w
+  DType dtype;         // of x
   DType out_dtype;     // of y, and of the partial products that travel
   bool transpose_rhs;  // w is stored [n, k]
+  // Of w, if it is not x's.
+  std::optional<DType> w_dtype = {};
 
+  DType DTypeOfW() const { return w_dtype.value_or(dtype); }
   uint32_t Signature() const {
     return SignatureBuilder()
         .Add(static_cast<int64_t>(kMatmulReduceScatterId))
@@ -118,13 +122,13 @@ bool ScatterTilesCpu(const MatmulReduceScatterParams& params, const ScatterTilin
                      const SymmetricView& view, const CpuHalf& half, const WaitContext& ctx,
                      const std::function<void(Tile)>& finished);
 
-inline constexpr OpFormats kMatmulReduceScatterFormats{kHalves | SetOf(DType::kF8E4M3FN),
-                                                       SetOf(DType::kBF16, DType::kF32)};
+inline constexpr OpFormats kMatmulReduceScatterFormats{
+    kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2), SetOf(DType::kBF16, DType::kF32)};
 inline std::string WhyNoKernel(const MatmulReduceScatterParams& p,
                                FormatSet machine = kWgmmaFormats) {
   if (p.rows.outer > 1 && p.rows.inner % kGemmTileM != 0) return kStraddlingTiles;
-  return WhyNotOperands(kMatmulReduceScatterFormats, machine, p.dtype, p.out_dtype, p.k, p.n,
-                        p.transpose_rhs);
+  return WhyNotOperands(kMatmulReduceScatterFormats, machine, p.dtype, p.DTypeOfW(), p.out_dtype,
+                        p.k, p.n, p.transpose_rhs);
 }
 
 inline ReduceScatterLayout CudaLayoutOf(const MatmulReduceScatterParams& p, const GemmChoice& c) {

@@ -10,9 +10,10 @@ bool PlanMatmulReduceScatter(CallReader& reader, const Machine& machine, Fields*
   const ProductCall call = ProductCall::Read(reader);
   const int64_t first_k = reader.GetOr("first_k", call.k, 1, call.k);  // of the first term
   const bool block_scales = reader.GetOr("block_scales", 0, 0, 1) == 1;
+  const DType w_dtype = reader.Has("w_dtype") ? reader.GetFormat("w_dtype") : call.dtype;
   if (!reader.Check(why_not)) return false;
-  const MatmulReduceScatterParams p{call.rows,  call.k,         call.n,
-                                    call.dtype, call.out_dtype, call.transpose_rhs};
+  const MatmulReduceScatterParams p{call.rows,          call.k, call.n, call.dtype, call.out_dtype,
+                                    call.transpose_rhs, w_dtype};
   if (machine.IsCpu()) {
     const ScatterTiling tiling;
     const auto layout =
@@ -25,7 +26,7 @@ bool PlanMatmulReduceScatter(CallReader& reader, const Machine& machine, Fields*
       p.rows.world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs));
   // Each of the CTAs that share k has some of the first term's.
   GemmChoice choice = FitSplits(wanted, p.rows.Total(), first_k * SizeOf(p.dtype), kReduceSplits);
-  if (block_scales) choice = ForBlockScales(choice);
+  if (block_scales) choice = ForScales(choice, Scales::kOfBlocks);
   *plan = ProductPlan{choice, ReduceScatterSenders(p, choice, machine),
                       CudaLayoutOf(p, choice).Workspace().TotalBytes()}
               .AsFields();
@@ -48,11 +49,12 @@ std::optional<MatmulReduceScatterParams> ParamsOf(const ProductAttributes& a,
                                                   const ffi::AnyBuffer& x, const ffi::AnyBuffer& w,
                                                   const ffi::AnyBuffer& y) {
   DType w_dtype{};
-  const auto p = ProductOf<MatmulReduceScatterParams>(a, x, w, y, &w_dtype);
-  if (!p || w_dtype != p->dtype || CountOf(x) != p->rows.Total() * p->k ||
-      CountOf(w) != p->k * p->n || CountOf(y) != p->rows.PerRank() * p->n) {
+  auto p = ProductOf<MatmulReduceScatterParams>(a, x, w, y, &w_dtype);
+  if (!p || CountOf(x) != p->rows.Total() * p->k || CountOf(w) != p->k * p->n ||
+      CountOf(y) != p->rows.PerRank() * p->n) {
     return std::nullopt;
   }
+  p->w_dtype = w_dtype;
   return p;
 }
 
@@ -63,7 +65,9 @@ struct CallOnCpu : TiledCall<kMatmulReduceScatterId, MatmulReduceScatterCpu> {
     if (args.size() != 2 || a.adds_bias || a.adds_residual || a.scales != 0) return kDoNotFit;
     const auto x = *args.get<ffi::AnyBuffer>(0), w = *args.get<ffi::AnyBuffer>(1);
     const auto params = ParamsOf(a, x, w, *y);
-    if (!params || !Has(kWideFormats, params->dtype)) return kDoNotFit;
+    if (!params || !Has(kWideFormats, params->dtype) || params->DTypeOfW() != params->dtype) {
+      return kDoNotFit;
+    }
     p = *params;
     arrays = {x.untyped_data(), w.untyped_data(), y->untyped_data()};
     return "";
@@ -90,7 +94,7 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
     for (size_t i = 0; i < count; ++i) {
       const auto x = *args.get<ffi::AnyBuffer>(i), w = *args.get<ffi::AnyBuffer>(count + i);
       const auto term = ParamsOf(a, x, w, *y);
-      if (!term) return kDoNotFit;
+      if (!term || (i > 0 && term->DTypeOfW() != p.DTypeOfW())) return kDoNotFit;
       p = *term;
       arrays.products[i] = {x.untyped_data(), w.untyped_data(), p.k};
       k += p.k;
@@ -114,6 +118,7 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
     }
     arrays.scales = static_cast<Scales>(a.scales);
     const bool of_blocks = arrays.scales == Scales::kOfBlocks;
+    if (arrays.scales == Scales::kOfVectors) return kNoKernel;
     if (a.scales != 0) {
       if (SizeOf(p.dtype) != 1) return kDoNotFit;
       const int64_t k_blocks = of_blocks ? CeilDiv<int64_t>(p.k, kScaleBlock) : 1;
@@ -125,7 +130,8 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
     if (!ReadPlan(a) || !WhyNoKernel(p).empty() ||
         !SharesK(plan.choice, p.rows.Total(), arrays.products[0].k * SizeOf(p.dtype),
                  kReduceSplits) ||
-        (of_blocks && !(ForBlockScales(plan.choice) == plan.choice))) {
+        (of_blocks &&
+         !(HasBlockScales(p.dtype) && ForScales(plan.choice, arrays.scales) == plan.choice))) {
       return kNoKernel;
     }
     return "";

@@ -172,8 +172,8 @@ struct MatmulReduceScatterSm90 {
   static __device__ BlockScales ScalesOf(const Args& args, int32_t row_block, int m64, Tile tile) {
     const int64_t k_blocks = CeilDiv<int64_t>(args.k[0], Config::kTileK);
     BlockScales scales;
-    scales.SetRows(args.x_scale, args.rows,
-                   static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64, k_blocks);
+    scales.rows.Set(args.x_scale, args.rows,
+                    static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64, k_blocks);
     scales.SetColumns(args.w_scale, FirstColumn<Config>(tile), args.n, Config::kTileN, k_blocks);
     return scales;
   }

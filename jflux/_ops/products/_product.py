@@ -258,7 +258,7 @@ def why_unchecked(arrays: Arrays, params: Any, machine: Machine) -> str | None:
 def why_imprecise(precision: Any, scales: _scaled.Scales) -> str | None:
     """Why kernels that multiply 8 bits do not take a call with this precision, or None. With scales
     of blocks they add in float32."""
-    if _scaled.is_highest(precision) and scales is not _scaled.Scales.OF_BLOCKS:
+    if _scaled.is_highest(precision) and not scales.has_blocks:
         return "tensor cores keep fewer bits of sums of 8-bit floats than precision=HIGHEST wants"
     return None
 

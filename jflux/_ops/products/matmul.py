@@ -21,7 +21,7 @@ from .. import _epilogue, _lax, _recipe, _scaled
 from .._epilogue import Epilogue
 from .._lax import several
 from .._recipe import AnyRecipe, Weight
-from .._scaled import Operand, Scaled
+from .._scaled import Operand, Scaled, Scales
 from . import _by_recipe, _product, _product_plan
 
 OP = "matmul"
@@ -140,7 +140,7 @@ def _with_scales(
     x, *ws = _scaled.constants(x, *ws)
     wide = _epilogue.sum_dtype(out)
     biases = [jnp.asarray(b).astype(wide) for b in biases]
-    why = _scaled.why_no_kernel(x, *ws, transpose_rhs=transpose_rhs)
+    why = _scaled.why_no_kernel(x, *ws, transpose_rhs=transpose_rhs, takes_vectors=True)
     if why or any(0 in one.shape for one in (x, *ws)):
         if why:
             _config.fall_back(OP, why)
@@ -187,6 +187,8 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     ws, _ = _split(operands, params)
     if len(ws) > _product.MAX_WEIGHTS:
         return f"{len(ws)} weights, the kernel takes up to {_product.MAX_WEIGHTS}"
+    if params.epilogue.gated and params.epilogue.scales is Scales.OF_VECTORS:
+        return "the kernel takes no gate where each column of w has scales of blocks"
     for w in ws:
         if why := _product.kernel_takes(x, w, params.out_dtype, 1, platform, OP):
             return why
@@ -199,9 +201,13 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
 
 
 def _prepare(arrays: Arrays, params: Params) -> list[Any]:
-    """Tensor cores take operands of 8 bits along k alone."""
+    """Tensor cores take operands of 8 bits along k alone. The kernel reads the scales of columns
+    of one block of k together."""
     x, *operands = arrays
     ws, after = _split(operands, params)
+    if params.epilogue.scales is Scales.OF_VECTORS:
+        of_columns = [scale.T for scale in after[-len(ws) :]]
+        after = [*after[: -len(ws)], *of_columns]
     return [x, *(w if params.transpose_rhs else w.T for w in ws), *after]
 
 

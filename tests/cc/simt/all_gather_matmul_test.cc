@@ -5,6 +5,7 @@
 #include <cmath>
 #include <random>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "simt/device_calls.h"
@@ -39,7 +40,9 @@ struct Case {
 // All ranks' operands of type T and results of type R of one call. Operands of 8 bits have scales.
 template <typename T, typename R>
 struct Call {
-  std::vector<Array<T>> x, w, gathered;
+  using W = std::conditional_t<std::is_same_v<T, __nv_fp8_e5m2>, __nv_fp8_e4m3, T>;
+  std::vector<Array<W>> w;
+  std::vector<Array<T>> x, gathered;
   std::vector<Array<R>> y;
   std::vector<Array<float>> w_scale;
   Array<float> x_scale;  // of all rows, as y has them, and of each block of k
@@ -49,7 +52,7 @@ struct Call {
                                    c.scales != Scales::kNone ? c.rows.Total() * c.KBlocks() : 0)) {
     for (int rank = 0; rank < c.rows.world; ++rank) {
       x.push_back(RandomArray<T>(random, c.rows.PerRank() * c.k));
-      w.push_back(RandomArray<T>(random, c.k * c.n));
+      w.push_back(RandomArray<W>(random, c.k * c.n));
       y.emplace_back(c.rows.Total() * c.n);
       gathered.emplace_back(c.rows.Total() * c.k);
       const int64_t columns = CeilDiv<int64_t>(c.n, c.ColumnBlock()) * c.KBlocks();
@@ -98,7 +101,7 @@ int64_t RunOf(const Case& c, uint32_t seed) {
   std::mt19937 random(seed);
   AllGatherMatmulParams p{};
   p.rows = c.rows, p.k = c.k, p.n = c.n, p.dtype = simt::kDTypeOf<T>;
-  p.out_dtype = simt::kDTypeOf<R>;
+  p.out_dtype = simt::kDTypeOf<R>, p.w_dtype = simt::kDTypeOf<typename Call<T, R>::W>;
   p.transpose_rhs = c.transpose_rhs, p.return_gathered = c.return_gathered;
   const WorkspaceLayout workspace = CudaLayoutOf(p).Workspace();
   simt::DeviceHeap heap(c.rows.world, workspace, c.hooks);
@@ -177,6 +180,7 @@ TEST(MultipliesAndScalesEightBits) {
       EXPECT(wrong == 0) << "seed " << seed;
     }
   }
+  EXPECT((RunOf<__nv_fp8_e5m2, __nv_bfloat16>(kScaledCases[0], seed)) == 0);
 }
 
 TEST(MissingWaitsAreFound) {

@@ -30,14 +30,15 @@ struct Case {
   int64_t KBlocks() const {
     return scales == Scales::kOfBlocks ? CeilDiv<int64_t>(k, kScaleBlock) : 1;
   }
+  DType DTypeOfW() const { return dtype == DType::kF8E5M2 ? DType::kF8E4M3FN : dtype; }
   int64_t ColumnBlock() const { return scales == Scales::kOfBlocks ? kScaleBlock : 1; }
 };
 
 class DeviceCall : public MatmulReduceScatterCall {
  public:
   DeviceCall(const Case& c, uint32_t seed)
-      : MatmulReduceScatterCall({c.rows, c.k, c.n, c.dtype, c.out_dtype, c.transpose_rhs}, {},
-                                seed),
+      : MatmulReduceScatterCall(
+            {c.rows, c.k, c.n, c.dtype, c.out_dtype, c.transpose_rhs, c.DTypeOfW()}, {}, seed),
         c_(c) {
     const Rows& r = c.rows;
     for (int rank = 0; rank < r.world; ++rank) {
@@ -97,7 +98,7 @@ class DeviceCall : public MatmulReduceScatterCall {
       const Values x = RandomIntegers(rows * c_.k, 2, seed * 100 + rank);
       const Values w = RandomIntegers(c_.k * c_.n, 1, seed * 100 + 50 + rank);
       x_[rank] = Array(c_.dtype, x);
-      w_[rank] = Array(c_.dtype, w);
+      w_[rank] = Array(c_.DTypeOfW(), w);
       for (int64_t i = 0; i < rows * c_.n; ++i) {
         const int64_t row = i / c_.n, column = i % c_.n;
         for (int64_t l = 0; l < c_.k; ++l) {  // w is [n, k]
@@ -121,7 +122,7 @@ int64_t Run(const Case& c, uint32_t seed) {
 }
 
 constexpr DType kBF16 = DType::kBF16, kF16 = DType::kF16, kF32 = DType::kF32;
-constexpr DType kE4M3 = DType::kF8E4M3FN;
+constexpr DType kE4M3 = DType::kF8E4M3FN, kE5M2 = DType::kF8E5M2;
 constexpr Scales kOfSums = Scales::kOfSums, kOfBlocks = Scales::kOfBlocks;
 constexpr TestHooks kLate{0, /*max_delay_us=*/100};
 
@@ -142,6 +143,7 @@ const Case kCases[] = {
     {{3, 1, 24}, 272, 144, kE4M3, kBF16, true, {128, 1, 1, 2}, 0, 0, false, false, kLate, kOfSums},
     {{2, 1, 100}, 144, 400, kE4M3, kF32, true, {192, 1, 1}, 0, 0, false, false, {}, kOfBlocks},
     {{3, 1, 70}, 272, 272, kE4M3, kF32, true, {128, 2, 1}, 0, 0, true, true, kLate, kOfBlocks},
+    {{2, 1, 100}, 144, 208, kE5M2, kBF16, true, {192, 1, 1}, 0, 0, false, false, {}, kOfSums},
     {{3, 1, 110}, 144, 144, kE4M3, kBF16, true, {128, 1, 1}, /*senders=*/1, 80, false, true},
 };
 

@@ -26,24 +26,26 @@ struct Case {
 // relu, whose slope is at most 1.
 simt::Sum Relu(const simt::Sum& x) { return {x.value > 0 ? x.value : 0, x.size}; }
 
-template <typename Out>
+// x of type T, and w of e4m3.
+template <typename T, typename Out>
 void Run(const Case& c, uint32_t seed) {
-  using T = __nv_fp8_e4m3;
+  using W = __nv_fp8_e4m3;
   std::mt19937 random(seed);
-  const bool of_blocks = c.scales == Scales::kOfBlocks;
-  const int64_t k_size = of_blocks ? kScaleBlock : c.k, n_size = of_blocks ? kScaleBlock : 1;
+  const int64_t k_size = HasEntriesOfK(c.scales) ? kScaleBlock : c.k;
+  const int64_t n_size = c.scales == Scales::kOfBlocks ? kScaleBlock : 1;
   const int64_t k_blocks = CeilDiv(c.k, k_size);
   auto x = RandomArray<T>(random, c.m * c.k);
   auto x_scale = RandomArray<float>(random, c.m * k_blocks);
-  std::vector<Array<T>> w;
+  std::vector<Array<W>> w;
   std::vector<Array<float>> w_scale, bias;
   std::vector<Array<Out>> y;
   AllGatherMatmulParams p{};
-  p.rows = Rows{1, 1, c.m}, p.k = c.k, p.dtype = DType::kF8E4M3FN, p.transpose_rhs = true;
+  p.rows = Rows{1, 1, c.m}, p.k = c.k, p.dtype = simt::kDTypeOf<T>, p.transpose_rhs = true;
+  p.w_dtype = simt::kDTypeOf<W>;
   p.out_dtype = simt::kDTypeOf<Out>;
   AllGatherMatmulOperands operands{};
   for (const int64_t n : c.columns) {
-    w.push_back(RandomArray<T>(random, n * c.k, 0.5));
+    w.push_back(RandomArray<W>(random, n * c.k, 0.5));
     w_scale.push_back(RandomArray<float>(random, CeilDiv(n, n_size) * k_blocks));
     bias.push_back(RandomArray<float>(random, n));
     y.emplace_back(c.m * n);
@@ -69,8 +71,10 @@ void Run(const Case& c, uint32_t seed) {
       for (int64_t l = kb * k_size; l < Min(c.k, (kb + 1) * k_size); ++l) {
         sum.Add(x[row * c.k + l] * w[i][column * c.k + l]);
       }
-      sum = sum *
-            simt::Sum(x_scale[row * k_blocks + kb] * w_scale[i][column / n_size * k_blocks + kb]);
+      // Those of vectors are [blocks of k, n].
+      const int64_t of_column = c.scales == Scales::kOfVectors ? kb * c.columns[i] + column
+                                                               : column / n_size * k_blocks + kb;
+      sum = sum * simt::Sum(x_scale[row * k_blocks + kb] * w_scale[i][of_column]);
       total.value += sum.value;
       total.size += sum.size;
     }
@@ -97,11 +101,13 @@ TEST(MultipliesAndScales) {
       {150, 144, {400, 336}, kOfBlocks, {192, 1, 2}},  // tiles over two blocks of columns
       {300, 400, {656}, kOfBlocks, {160, 2, 1}},
       {70, 272, {272, 272}, kOfBlocks, {128, 2, 1}, /*gated=*/true},
+      {300, 400, {208, 656}, Scales::kOfVectors, {128, 2, 1}},
   };
   uint32_t seed = 1;
   for (const Case& c : cases) {
-    Run<__nv_bfloat16>(c, seed++);
-    Run<float>(c, seed++);
+    Run<__nv_fp8_e4m3, __nv_bfloat16>(c, seed++);
+    Run<__nv_fp8_e4m3, float>(c, seed++);
+    if (c.scales == kOfSums) Run<__nv_fp8_e5m2, __nv_bfloat16>(c, seed++);
   }
 }
 

@@ -65,6 +65,7 @@ template <typename T>
 constexpr DType kDTypeOf = std::is_same_v<T, __half>          ? DType::kF16
                            : std::is_same_v<T, __nv_bfloat16> ? DType::kBF16
                            : std::is_same_v<T, __nv_fp8_e4m3> ? DType::kF8E4M3FN
+                           : std::is_same_v<T, __nv_fp8_e5m2> ? DType::kF8E5M2
                                                               : DType::kF32;
 
 // A result in double, with what bounds the error of the same result in float32: a few rounding

@@ -37,9 +37,10 @@ struct Operand {
 };
 
 float ToFloat(uint16_t bits, WgmmaType type) {
-  if (type == WgmmaType::kE4m3) {
+  if (type == WgmmaType::kE4m3 || type == WgmmaType::kE5m2) {
     const auto byte = static_cast<__nv_fp8_storage_t>(bits);
-    return __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3)));
+    const auto format = type == WgmmaType::kE4m3 ? __NV_E4M3 : __NV_E5M2;
+    return __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, format)));
   }
   if (type == WgmmaType::kHalf) {
     __half_raw raw;
@@ -60,11 +61,11 @@ void Execute(const Cta& cta, const WgmmaOp& op) {
   const WgmmaShape& s = op.shape;
   static float a[64][32], b[32][256], d[64][256];
   const int bytes = s.ElementBytes();
-  const auto load = [&](uint32_t at) {
+  const auto load = [&](uint32_t at, WgmmaType type) {
     if (at + bytes > kSmemBytes) Fail("wgmma reads outside of shared memory");
     uint16_t bits = 0;
     std::memcpy(&bits, cta.smem + at, bytes);
-    return ToFloat(bits, s.type);
+    return ToFloat(bits, type);
   };
   if (s.a_in_registers) {
     for (int t = 0; t < 128; ++t) {
@@ -76,12 +77,13 @@ void Execute(const Cta& cta, const WgmmaOp& op) {
   } else {
     const Operand operand(s.a, s.trans_a, bytes);
     for (int m = 0; m < 64; ++m) {
-      for (int k = 0; k < s.K(); ++k) a[m][k] = load(operand.At(m, k));
+      for (int k = 0; k < s.K(); ++k) a[m][k] = load(operand.At(m, k), s.type);
     }
   }
   const Operand operand(s.b, s.trans_b, bytes);
+  const WgmmaType b_type = s.type == WgmmaType::kE5m2 ? WgmmaType::kE4m3 : s.type;
   for (int k = 0; k < s.K(); ++k) {
-    for (int n = 0; n < s.n; ++n) b[k][n] = load(operand.At(n, k));
+    for (int n = 0; n < s.n; ++n) b[k][n] = load(operand.At(n, k), b_type);
   }
   for (int t = 0; t < 128; ++t) {
     for (int i = 0; i < s.n / 2; ++i) d[RowOf(t, i)][ColumnOf(t, i)] = s.adds ? op.d[t][i] : 0;

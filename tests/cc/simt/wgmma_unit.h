@@ -12,7 +12,8 @@ namespace jflux::simt {
 
 struct Thread;
 
-enum class WgmmaType { kBfloat16, kHalf, kE4m3 };
+// Of A and B; of kE5m2 B is kE4m3.
+enum class WgmmaType { kBfloat16, kHalf, kE4m3, kE5m2 };
 
 // One instruction: D[64, n] += A[64, k] @ B[k, n], with 32 bytes of k. All threads give the same,
 // but for `adds` of registers.
@@ -24,7 +25,7 @@ struct WgmmaShape {
   bool adds;
   uint64_t a, b;  // matrix descriptors
 
-  int ElementBytes() const { return type == WgmmaType::kE4m3 ? 1 : 2; }
+  int ElementBytes() const { return type == WgmmaType::kE4m3 || type == WgmmaType::kE5m2 ? 1 : 2; }
   int K() const { return 32 / ElementBytes(); }
   bool operator==(const WgmmaShape& o) const {
     return n == o.n && type == o.type && trans_a == o.trans_a && trans_b == o.trans_b &&

@@ -32,6 +32,7 @@ template <typename T>
 constexpr simt::WgmmaType TypeOf() {
   return std::is_same_v<T, __half>          ? simt::WgmmaType::kHalf
          : std::is_same_v<T, __nv_bfloat16> ? simt::WgmmaType::kBfloat16
+         : std::is_same_v<T, __nv_fp8_e5m2> ? simt::WgmmaType::kE5m2
                                             : simt::WgmmaType::kE4m3;
 }
 
