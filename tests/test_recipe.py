@@ -371,7 +371,7 @@ def test_explain_shows_the_products():
     x, w = normal(0, 8 * WORLD, K), normal(1, K, N)
 
     def loss(x, w):
-        return jnp.sum(jnp.sin(call("all_gather_matmul", recipe=SQUARES)(x, w)))
+        return jnp.sum(jnp.sin(call("all_gather_matmul", recipe=jflux.Recipe.block)(x, w)))
 
     calls = jflux.explain(jax.grad(loss, (0, 1)), x, w)
     products = [one for one in calls if one.op in OPS]
@@ -439,7 +439,7 @@ def test_gpus_take_all_products(lowered_without_gpus, monkeypatch):
     monkeypatch.setattr(_native.lib, "built_with_cuda", lambda: True)
 
     def local(x, gate, up, down):
-        options = {"axis_name": "tp", "recipe": SQUARES}
+        options = {"axis_name": "tp", "recipe": jflux.Recipe.block}
         y = jflux.all_gather_matmul(x, (gate, up), activation="silu", gated=True, **options)
         return jflux.matmul_reduce_scatter(y, down, **options)
 

@@ -376,7 +376,8 @@ def _weight_gradient(
     lhs, rhs = _along_rows(x, of_x), _along_rows(dy, of_dy) if turned is None else turned
     if params.transpose_rhs:
         lhs, rhs = rhs, lhs
-    if of_x.power_of_two and of_dy.power_of_two and why_no_kernel(lhs, rhs, transpose_rhs=True):
+    no_kernel = why_no_kernel(lhs, rhs, transpose_rhs=True, takes_vectors=True)
+    if no_kernel and of_x.power_of_two and of_dy.power_of_two:
         # bfloat16 holds values times powers of two, so this is their product too, and no loop.
         return _lax.matmul(lhs.dequantize(WIDE), rhs.dequantize(WIDE), dtype, None, True)
     return _matmul(
