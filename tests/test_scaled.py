@@ -31,8 +31,7 @@ def without_kernels(strict):
 #: The ops and scales that kernels take.
 KERNELS = {("all_gather_matmul", scale) for scale in ("tensor", "row")}
 if PLATFORM == "gpu":
-    KERNELS |= {("matmul_reduce_scatter", scale) for scale in ("tensor", "row", "block")}
-    KERNELS |= {("all_gather_matmul", "block")}
+    KERNELS |= {("matmul_reduce_scatter", scale) for scale in ("tensor", "row")}
 
 
 LARGEST = {E4M3: 448.0, E5M2: 57344.0, INT8: 127.0}
@@ -600,8 +599,13 @@ def test_kinds_of_scales():
         precise = _scaled.scales_of(x, w, transpose_rhs=False, precision=lax.Precision.HIGHEST)
         assert precise is kind  # a scale for each column is not one of a block of columns
     one = quantized(1, (272, 144), (-1, -1))
-    precise = _scaled.scales_of(x, one, transpose_rhs=False, precision=lax.Precision.HIGHEST)
-    assert precise is Scales.OF_BLOCKS
+    for unchecked, kind in ((True, Scales.OF_BLOCKS), (False, Scales.OF_SUMS)):
+        x = quantized(0, (64, 272), (1, -1))
+        with jflux.config(unchecked_kernels=unchecked):
+            precise = _scaled.scales_of(
+                x, one, transpose_rhs=False, precision=lax.Precision.HIGHEST
+            )
+        assert precise is kind
     wide = quantized(0, (64, 272), (1, 128), E5M2)
     assert "e4m3" in _scaled.why_no_kernel(wide, one, transpose_rhs=False)
 
@@ -612,15 +616,20 @@ def test_unchecked_kernels_are_asked_for(lowered_without_gpus):
 
     f = jax.shard_map(local, mesh=make_mesh((2,)), in_specs=(P("tp"), P(None, "tp")),
                       out_specs=P(None, "tp"))  # fmt: skip
-    x, w = quantized(0, (4096, 512), (1, -1)), quantized(1, (512, 1024), (-1, 1))
+    x, w = quantized(0, (4096, 512), (1, 128)), quantized(1, (512, 1024), (128, 128))
     with jflux.config(unchecked_kernels=False, strict=False):
         calls, text = lowered_without_gpus(f, x, w)
-    # jflux's all-gather of the values, and XLA's product of 8 bits.
+    # jflux's all-gather of the values, and XLA's products of blocks.
     assert [call.op for call in calls] == ["all_gather", "all_gather_matmul", "all_gather"]
     assert "has not passed all checks" in calls[1].plan.reason
     assert "@jflux_all_gather_matmul" not in text
-    (product,) = (line for line in text.splitlines() if "stablehlo.dot_general" in line)
-    assert product.count("f8E4M3FN") == 2 and product.endswith("tensor<4096x512xf32>")
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert products
+    for product in products:
+        assert product.count("f8E4M3FN") == 2 and product.endswith("tensor<4096x512xf32>")
+    with jflux.config(unchecked_kernels=False):
+        x, w = quantized(0, (4096, 512), (1, -1)), quantized(1, (512, 1024), (-1, 1))
+        assert "@jflux_all_gather_matmul" in lowered_without_gpus(f, x, w)[1]
 
 
 def test_scales_are_exchanged_where_shards_have_no_whole_blocks():

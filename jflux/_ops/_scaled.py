@@ -16,11 +16,16 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from .. import _config
+
 #: `lax`'s own, whatever stands in its place later (`_lax`).
 dot_general = lax.dot_general
 
 #: Elements of a dimension that share an entry of a block's scale.
 BLOCK = 128
+
+#: Whether kernels that take scales of blocks have passed all checks on GPUs.
+BLOCKS_CHECKED = False
 
 #: The types of values.
 TYPES = tuple(np.dtype(t) for t in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8))
@@ -260,6 +265,7 @@ def scales_of(
         return Scales.OF_BLOCKS if _has_column_blocks(ws, 1 - k_of_w) else Scales.OF_VECTORS
     # Kernels do that for e4m3. XLA's product of other types is told the precision.
     repeats = is_highest(precision) and all(one.dtype == jnp.float8_e4m3fn for one in (x, *ws))
+    repeats = repeats and (BLOCKS_CHECKED or _config.config.unchecked_kernels)
     return Scales.OF_BLOCKS if repeats and _has_column_blocks(ws, 1 - k_of_w) else Scales.OF_SUMS
 
 

@@ -16,7 +16,6 @@ import jflux
 from .._call import gpu_code, plans
 from .._ops import _quantize, _scaled
 from .._ops._spec import OpSpec, ops_with_checked_kernels
-from .._ops.products import _product
 from . import calls
 from .calls import HALVES, Call
 from .cases import FLOATS, ROWS, SIZES, Case, Data, K, N, Output, Place, sums_of
@@ -95,14 +94,16 @@ def scaled(rng: random.Random, place: Place) -> Case:
     out = rng.choice([jnp.bfloat16, jnp.bfloat16, jnp.float32])
     # An entry for each row and column; and for each block of k, then of blocks of columns.
     by_row, by_column = rng.random() < 0.7, rng.random() < 0.7
-    by_block = place.platform != "cpu" and rng.random() < 0.4
+    unchecked = place.platform != "cpu" and plans.why_unchecked(False) is None
+    by_block = unchecked and rng.random() < 0.4
     k = rng.choice([520, 1040]) if by_block else rng.choice(K)
     call = Call(
         rng.choice(ops), lead, k, rng.choice(N), rng.randrange(len(lead)),
         jnp.float8_e4m3fn, out, transpose_rhs=rng.random() < 0.5,
     )  # fmt: skip
     f = call.bind(place.axis_name)
-    of_x = call.dtype if by_block else rng.choice([call.dtype, jnp.float8_e5m2])
+    wide = place.platform == "cpu" or (unchecked and not by_block)
+    of_x = rng.choice([call.dtype, jnp.float8_e5m2]) if wide else call.dtype
 
     def body(x: Any, x_scale: Any, w: Any, w_scale: Any) -> Any:
         return f(jflux.Scaled(x, x_scale), jflux.Scaled(w, w_scale))
@@ -146,11 +147,6 @@ def scaled(rng: random.Random, place: Place) -> Case:
         is_xlas=place.world == 1,
         most_bytes=4 * place.world * math.prod(call.lead) * max(call.n, call.k),
     )
-
-
-def scaled_is_checked(place: Place) -> bool:
-    """Whether kernels take such products here."""
-    return place.platform == "cpu" or plans.why_unchecked(_product.EIGHT_BITS_CHECKED) is None
 
 
 def quantized_is_checked(place: Place) -> bool:

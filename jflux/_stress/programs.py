@@ -146,7 +146,7 @@ def draw_case(rng: random.Random, place: cases.Place, spec: OpSpec | None = None
     kinds += [collectives.there_and_back] * 2
     kinds += [mixtures.experts, mixtures.merge]
     kinds += [attention.attention, attention.decoding, attention.ulysses]
-    kinds += [products.scaled] * 2 * products.scaled_is_checked(place)
+    kinds += [products.scaled] * 2
     kinds += [products.quantized] * products.quantized_is_checked(place)
     kinds += [mixtures.dispatch] * (not place.spans)  # over nodes rows travel by a reference
     return rng.choice(kinds)(rng, place)

@@ -23,6 +23,7 @@ from ..._call.plans import Arrays, Machine
 from ..._native import MAX_RANKS, MAX_WEIGHTS
 from ..._ranks import meshes
 from .. import _lax, _scaled
+from .._scaled import Scales
 from .._spec import Layout
 from ._product_plan import padded
 
@@ -243,19 +244,23 @@ def kernel_takes(
     return None
 
 
-#: Whether kernels that multiply 8 bits have passed all checks on GPUs.
-EIGHT_BITS_CHECKED = False
+#: The formats of x and the scales of which kernels that multiply 8 bits have passed all checks on
+#: GPUs.
+EIGHT_BITS_CHECKED = [
+    (np.dtype(jnp.float8_e4m3fn), scales) for scales in (Scales.NONE, Scales.OF_SUMS)
+]
 
 
 def why_unchecked(arrays: Arrays, params: Any, machine: Machine) -> str | None:
     """Why kernels do not take a product of 8 bits, or not yet, or None."""
     if not machine.on_gpus or arrays[0].dtype.itemsize > 1:
         return None
+    is_checked = (np.dtype(arrays[0].dtype), params.scales) in EIGHT_BITS_CHECKED
     why = why_imprecise(params.precision, params.scales)
-    return why or plans.why_unchecked(EIGHT_BITS_CHECKED)
+    return why or plans.why_unchecked(is_checked)
 
 
-def why_imprecise(precision: Any, scales: _scaled.Scales) -> str | None:
+def why_imprecise(precision: Any, scales: Scales) -> str | None:
     """Why kernels that multiply 8 bits do not take a call with this precision, or None. With scales
     of blocks they add in float32."""
     if _scaled.is_highest(precision) and not scales.has_blocks:

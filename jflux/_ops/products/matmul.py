@@ -263,7 +263,7 @@ _primitive = make_primitive(
                 OP,
                 why_not=_why_not,
                 attributes=_attributes,
-                checked_on_gpus=_product.EIGHT_BITS_CHECKED,
+                checked_on_gpus=False,
                 on_cpus=False,
                 is_optional=True,
                 prepare=_prepare,
