@@ -169,6 +169,19 @@ def test_powers_of_two_keep_bits_in_other_blocks():
     assert is_normal.mean() > 0.9 and np.array_equal(a[is_normal], b[is_normal])
 
 
+def test_powers_of_two_are_found_without_a_division():
+    """XLA on GPUs may round a ratio up, and what is quantised again has one that is exact."""
+    for dtype, largest in LARGEST.items():
+        exact = np.float32(largest) * np.exp2(np.arange(-120, 100)).astype(np.float32)
+        around = [np.nextafter(exact, np.float32(to)) for to in (0, np.inf)]
+        magnitudes = np.concatenate([exact, *around, [2.0**-126]]).astype(np.float32)
+        x = jnp.asarray(magnitudes)[:, None] * jnp.ones((1, 16))
+        got = jax.jit(lambda x: jflux.quantize(x, dtype, block=(1, -1), power_of_two=True))(x)  # noqa: B023
+        ratios = magnitudes.astype(np.float64) / largest
+        want = np.maximum(np.exp2(np.ceil(np.log2(ratios))), 2.0**-126)
+        assert np.array_equal(got.scale[:, 0], want)
+
+
 def test_losses():
     x = jnp.asarray([[448.0, 1e-4, 0.0, 1.0], [448.0, 300.0, 1e-3, -1e-4]])
     got, losses = jflux.quantize(x, E4M3, block=(1, -1), return_losses=True)

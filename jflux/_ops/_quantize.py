@@ -167,7 +167,7 @@ def _scale(x: jax.Array, dtype: np.dtype, block: tuple[int, int], power_of_two: 
     most = jnp.where(jnp.isfinite(magnitudes), largest(dtype), jnp.nan)
     scale = jnp.maximum(magnitudes / most, SMALLEST)
     if power_of_two:
-        scale = jnp.where(jnp.isnan(scale), scale, _power_of_two_above(scale))
+        scale = jnp.where(jnp.isnan(scale), scale, power_of_two_for(magnitudes, largest(dtype)))
     return jnp.where(magnitudes == 0, 1, scale)
 
 
@@ -199,11 +199,17 @@ def _largest_of_blocks(x: jax.Array, axis: int, size: int) -> jax.Array:
     return jnp.max(x.reshape(shape), axis + 1)
 
 
-def _power_of_two_above(scale: jax.Array) -> jax.Array:
-    """The smallest power of two that is not below a normal number, by its bits."""
-    bits = lax.bitcast_convert_type(scale, jnp.int32)
-    mantissa = (1 << 23) - 1
-    return lax.bitcast_convert_type((bits + mantissa) & ~mantissa, jnp.float32)
+def power_of_two_for(magnitudes: jax.Array, most: float) -> jax.Array:
+    """The smallest power of two, from 2^-126 on, of which `most` is not below a magnitude.
+
+    Without a division, which XLA on GPUs may round up: what has been quantised has a magnitude of
+    `most` times a power of two, which has to be found again."""
+    exponents = jnp.int32(0xFF << 23)
+    bits = lax.bitcast_convert_type(magnitudes, jnp.int32) & exponents
+    # most is in [2^e, 2^(e + 1)): the ratio is in (2^(n - e - 1), 2^(n - e + 1)).
+    below = bits - ((math.frexp(most)[1] - 1) << 23)
+    low = lax.bitcast_convert_type(jnp.maximum(below, 1 << 23), jnp.float32)
+    return jnp.where(magnitudes <= most * low, low, 2 * low)
 
 
 def _rounded(ratio: jax.Array, dtype: np.dtype) -> jax.Array:

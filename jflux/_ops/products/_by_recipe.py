@@ -440,11 +440,11 @@ def _scale(form: Format, before: jax.Array, history: jax.Array) -> jax.Array:
     most = jnp.max(history)
     # A product that was not used has zero as the gradient of its state.
     before = jnp.where(before > 0, before, 1)
-    scale = jnp.where(
-        (most > 0) & jnp.isfinite(most), most / _quantize.largest(np.dtype(form.dtype)), before
-    )
-    scale = jnp.maximum(scale, _quantize.SMALLEST)
-    return _quantize._power_of_two_above(scale) if form.power_of_two else scale
+    is_known, largest = (most > 0) & jnp.isfinite(most), _quantize.largest(np.dtype(form.dtype))
+    if form.power_of_two:
+        above = _quantize.power_of_two_for
+        return jnp.where(is_known, above(most, largest), above(before, 1.0))
+    return jnp.maximum(jnp.where(is_known, most / largest, before), _quantize.SMALLEST)
 
 
 def _next_state(
