@@ -596,6 +596,19 @@ def test_gpus_take_scales(transpose_rhs, of_x, of_w, scales, lowered_without_gpu
         )
 
 
+def test_a_split_x_stays_split():
+    """Of explicit axes y has x's, and nothing is gathered; "highest" is known by its name."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    w = quantized(1, (256, 128), (128, 128))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.asarray(normal(0, 32, 256)), P("d"))
+        f = jax.jit(lambda x: jflux.matmul(jflux.quantize(x, E4M3, block=(1, 128)), w))
+        assert jax.typeof(f(x)).sharding.spec == P("d", None)
+        assert "all-gather" not in f.lower(x).compile().as_text()
+    assert _scaled.is_highest("highest") and _scaled.is_highest((None, "float32"))
+    assert not _scaled.is_highest("default") and not _scaled.is_highest(None)
+
+
 def test_kinds_of_scales():
     """What a kernel of one rank takes, and one over ranks."""
     x_blocks, w_blocks = ((1, -1), (1, 128), (1, 128)), ((-1, 1), (128, 128), (128, 1))

@@ -177,8 +177,8 @@ class Recipe:
         return DelayedScaling(**arrays, recipe=self)
 
 
-# Tensor cores keep fewer bits of sums of 8-bit floats than float32 has, unless each 128 of a sum
-# are added to float32, as blocks are.
+# Tensor cores keep fewer bits of sums of 8-bit floats than float32 has. Of long sums less is lost
+# if each 128 terms are added in float32, as blocks are.
 _PRECISE: Any = {"gradient_precision": lax.Precision.HIGHEST}
 _X, _DY = Format(jnp.float8_e4m3fn, (-1, -1)), Format(jnp.float8_e5m2, (-1, -1))
 Recipe.tensor = Recipe(x=_X, w=_X, dy=_DY, dw=(_X, _DY), **_PRECISE)

@@ -250,9 +250,13 @@ class Scales(enum.IntEnum):
 
 
 def is_highest(precision: lax.PrecisionLike) -> bool:
-    """Whether a call asks for all bits of its sums."""
+    """Whether a call itself asks for all bits of its sums."""
     wanted = precision if isinstance(precision, tuple) else (precision,)
-    return lax.Precision.HIGHEST in wanted
+    return any(str(one).lower() in _HIGHEST for one in wanted)
+
+
+#: As `lax` names it.
+_HIGHEST = ("highest", "float32")
 
 
 def scales_of(
@@ -285,8 +289,9 @@ def why_no_kernel(
     entries = [x.scale.shape[-1], *(w.scale.shape[1 if transpose_rhs else 0] for w in ws)]
     if max(entries) > -(-x.shape[-1] // BLOCK):
         return "a scale has an entry for each index of k"
-    if x.dtype != jnp.float8_e4m3fn:
-        return f"kernels take scales of blocks of float8_e4m3fn, x is {x.dtype}"
+    for name, one in (("x", x), *(("w", w) for w in ws)):
+        if one.dtype != jnp.float8_e4m3fn:
+            return f"kernels take scales of blocks of float8_e4m3fn, {name} is {one.dtype}"
     if takes_vectors or scales is Scales.OF_BLOCKS:
         return None
     return f"kernels take blocks of {BLOCK} of k of w only for {BLOCK} columns each"

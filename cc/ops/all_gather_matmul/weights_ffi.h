@@ -62,7 +62,10 @@ std::string ReadWeights(const WeightsAttributes& a, const ffi::RemainingArgs& re
     const auto w = *rest.get<ffi::AnyBuffer>(i);
     auto y = *results.get<ffi::AnyBuffer>(a.gated ? 0 : i);
     const auto params = params_of(w, *y, gathered);
-    if (!params) return kDoNotFit;
+    if (!params ||
+        (i > 0 && (params->out_dtype != p->out_dtype || params->DTypeOfW() != p->DTypeOfW()))) {
+      return kDoNotFit;
+    }
     *p = *params;
     if (!WhyNoKernel(*p).empty()) return kNoKernel;
     if (a.scales != 0 && SizeOf(p->dtype) != 1) return kDoNotFit;
@@ -71,7 +74,13 @@ std::string ReadWeights(const WeightsAttributes& a, const ffi::RemainingArgs& re
     product.w = w.untyped_data();
     product.y = y->untyped_data();
     product.n = p->n;
-    if (a.sums) product.sums = (*results.get<ffi::AnyBuffer>(products + i))->untyped_data();
+    if (a.sums) {
+      auto sums = *results.get<ffi::AnyBuffer>(products + i);
+      if (sums->element_type() != y->element_type() || CountOf(*sums) != CountOf(*y)) {
+        return kDoNotFit;
+      }
+      product.sums = sums->untyped_data();
+    }
     if (a.biased[i] == 1) {
       product.bias = floats(next_bias++, p->n);
       if (product.bias == nullptr) return "a bias does not fit";
@@ -88,8 +97,12 @@ std::string ReadWeights(const WeightsAttributes& a, const ffi::RemainingArgs& re
     columns += p->n;
   }
   p->n = columns;
-  if (gathered) operands->gathered = (*results.get<ffi::AnyBuffer>(computed))->untyped_data();
-  return "";
+  if (!gathered) return "";
+  auto whole = *results.get<ffi::AnyBuffer>(computed);
+  const bool fits = DTypeOf(whole->element_type(), kAllFormats) == p->dtype &&
+                    CountOf(*whole) == p->rows.Total() * p->k;
+  operands->gathered = whole->untyped_data();
+  return fits ? "" : "the gathered x does not fit";
 }
 
 // Whether the kernels can compute these weights by this choice. A gate needs tiles of two halves

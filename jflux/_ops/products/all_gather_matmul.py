@@ -209,7 +209,8 @@ def all_gather_matmul(
       preferred_element_type: the type of y; by default x's, for operands of 8 bits bfloat16, for
         int8 int32. Sums are in float32 (float64 for float64, int32 for int8) whatever it is. For
         8 bits kernels give bfloat16, float16 and float32 (for int8 int32 too).
-      precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
+      precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels. Of 8-bit
+        floats "highest" leaves out kernels that sum with fewer bits.
       recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
         quantised, and what gradients need; w may be already, by `Recipe.quantize_weight`.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.

@@ -272,5 +272,6 @@ _primitive = make_primitive(
         batch=_batch,
         flops=_flops,
         is_local=True,
+        is_split_by_xla=True,
     )
 )

@@ -118,7 +118,8 @@ def matmul_reduce_scatter(
         share, its gradient is the sum of theirs, which ``check_vma=True`` sees to.
       residual: [..., m/N, n], this rank's, added to y; of any type.
       preferred_element_type: the type of y; by default x's.
-      precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
+      precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels. Of 8-bit
+        floats "highest" leaves out kernels that sum with fewer bits.
       recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
         quantised, and what gradients need; w may be already, by `Recipe.quantize_weight`.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
