@@ -84,7 +84,7 @@ def lowered(case: cases.Case, operands: Any, gradient: bool) -> str:
 
 def all_programs(count: int, seed: int = 0) -> Iterator[tuple[str, str]]:
     """(call, StableHLO) of so many random calls, each with and without jflux.config(always=True),
-    and of the gradients of a third of them."""
+    and of the gradients of a third of them, as far as they have any."""
     specs = programs.ops_with_checked_kernels("cpu")
     for i in range(count):
         rng = random.Random(f"{seed}/{i}")
@@ -94,7 +94,7 @@ def all_programs(count: int, seed: int = 0) -> Iterator[tuple[str, str]]:
         for always in (False, True):
             with as_on_gpus(), _config.override(always=always, strict=False):
                 with calls.x64_if(*(a.dtype for a in operands)):
-                    for gradient in (False, True) if i % 3 == 0 else (False,):
+                    for gradient in (False, True)[: 1 + (i % 3 == 0 and case.has_gradient)]:
                         what = f"{i} {'gradient of ' if gradient else ''}{case.name}, {always=}"
                         yield what, lowered(case, operands, gradient)
         if i % 50 == 49:

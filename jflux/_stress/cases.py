@@ -54,6 +54,7 @@ class Case:
       make: (seed) -> the operands [*mesh, ...], and what must come out.
       is_xlas: whether XLA computes it, at least in part: its bits may differ in another program.
       most_bytes: of a product, what a rank sends or gets, in float32.
+      has_gradient: whether its first operand has one.
     """
 
     op: str
@@ -64,6 +65,7 @@ class Case:
     make: Callable[[int], Data]
     is_xlas: bool = False
     most_bytes: int = 0
+    has_gradient: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

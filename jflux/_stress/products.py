@@ -146,6 +146,7 @@ def scaled(rng: random.Random, place: Place) -> Case:
         make,
         is_xlas=place.world == 1,
         most_bytes=4 * place.world * math.prod(call.lead) * max(call.n, call.k),
+        has_gradient=False,
     )
 
 
@@ -193,7 +194,7 @@ def quantized(rng: random.Random, place: Place) -> Case:
 
     types = f"{np.dtype(of_x).name} to {dtype.name}"
     name = f"quantize {rows} x {columns} {types} {block=} {transpose=}"
-    return place.case("quantize", name, body, make)
+    return place.case("quantize", name, body, make, has_gradient=False)
 
 
 def large_sum(rng: random.Random, place: Place) -> Case:
