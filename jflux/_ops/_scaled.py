@@ -16,16 +16,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from .. import _config
+from .._call import plans
 
 #: `lax`'s own, whatever stands in its place later (`_lax`).
 dot_general = lax.dot_general
 
 #: Elements of a dimension that share an entry of a block's scale.
 BLOCK = 128
-
-#: Whether kernels that take scales of blocks have passed all checks on GPUs.
-BLOCKS_CHECKED = False
 
 #: The types of values.
 TYPES = tuple(np.dtype(t) for t in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8))
@@ -249,6 +246,16 @@ class Scales(enum.IntEnum):
         return self > Scales.OF_SUMS
 
 
+#: The formats of x and the scales of which kernels of products over ranks that multiply 8 bits have
+#: passed all checks on GPUs.
+CHECKED = [(np.dtype(jnp.float8_e4m3fn), scales) for scales in (Scales.NONE, Scales.OF_SUMS)]
+
+
+def why_unchecked(x_dtype: np.dtype, scales: Scales) -> str | None:
+    """Why these kernels do not run on GPUs yet, or None."""
+    return plans.why_unchecked((np.dtype(x_dtype), scales) in CHECKED)
+
+
 def is_highest(precision: lax.PrecisionLike) -> bool:
     """Whether a call itself asks for all bits of its sums."""
     wanted = precision if isinstance(precision, tuple) else (precision,)
@@ -269,7 +276,7 @@ def scales_of(
         return Scales.OF_BLOCKS if _has_column_blocks(ws, 1 - k_of_w) else Scales.OF_VECTORS
     # Kernels do that for e4m3. XLA's product of other types is told the precision.
     repeats = is_highest(precision) and all(one.dtype == jnp.float8_e4m3fn for one in (x, *ws))
-    repeats = repeats and (BLOCKS_CHECKED or _config.config.unchecked_kernels)
+    repeats = repeats and why_unchecked(x.dtype, Scales.OF_BLOCKS) is None
     return Scales.OF_BLOCKS if repeats and _has_column_blocks(ws, 1 - k_of_w) else Scales.OF_SUMS
 
 

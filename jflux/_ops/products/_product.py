@@ -18,7 +18,6 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from ... import _config, _native
-from ..._call import plans
 from ..._call.plans import Arrays, Machine
 from ..._native import MAX_RANKS, MAX_WEIGHTS
 from ..._ranks import meshes
@@ -244,20 +243,12 @@ def kernel_takes(
     return None
 
 
-#: The formats of x and the scales of which kernels that multiply 8 bits have passed all checks on
-#: GPUs.
-EIGHT_BITS_CHECKED = [
-    (np.dtype(jnp.float8_e4m3fn), scales) for scales in (Scales.NONE, Scales.OF_SUMS)
-]
-
-
 def why_unchecked(arrays: Arrays, params: Any, machine: Machine) -> str | None:
     """Why kernels do not take a product of 8 bits, or not yet, or None."""
     if not machine.on_gpus or arrays[0].dtype.itemsize > 1:
         return None
-    is_checked = (np.dtype(arrays[0].dtype), params.scales) in EIGHT_BITS_CHECKED
     why = why_imprecise(params.precision, params.scales)
-    return why or plans.why_unchecked(is_checked)
+    return why or _scaled.why_unchecked(arrays[0].dtype, params.scales)
 
 
 def why_imprecise(precision: Any, scales: Scales) -> str | None:
