@@ -74,6 +74,17 @@ class Epilogue:
         """The activation's, in cc/core/activation.h."""
         return _native.number_of(self.activation, _native.ACTIVATIONS)
 
+    def attributes(self, sums: bool = False) -> dict[str, Any]:
+        """The FFI attributes of several weights (cc/ops/all_gather_matmul/weights_ffi.h). `sums`:
+        whether what the activation is applied to is a result."""
+        return {
+            "activation": np.int64(self.number),
+            "biased": np.array(self.biased, np.int64),
+            "gated": bool(self.gated),
+            "scales": np.int64(self.scales),
+            "sums": sums,
+        }
+
     def before(self) -> Epilogue | None:
         """The same without the activation."""
         needed = any(self.biased) or self.scales

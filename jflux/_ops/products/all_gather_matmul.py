@@ -865,11 +865,7 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     x, *operands = arrays
     epilogue = params.epilogue or Epilogue((False,) * len(operands))
     return {
-        "activation": np.int64(epilogue.number),
-        "biased": np.array(epilogue.biased, np.int64),
-        "gated": bool(epilogue.gated),
-        "scales": np.int64(epilogue.scales),
-        "sums": "sums" in params.results,
+        **epilogue.attributes("sums" in params.results),
         **_product_plan.attributes(_sizes((x, *operands), params), plan),
     }
 

@@ -212,15 +212,7 @@ def _prepare(arrays: Arrays, params: Params) -> list[Any]:
 
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
-    epilogue = params.epilogue
-    return {
-        "activation": np.int64(epilogue.number),
-        "biased": np.array(epilogue.biased, np.int64),
-        "gated": bool(epilogue.gated),
-        "scales": np.int64(epilogue.scales),
-        "sums": False,
-        "tile": _forced_tile(),
-    }
+    return params.epilogue.attributes() | {"tile": _forced_tile()}
 
 
 def _forced_tile() -> np.ndarray:
