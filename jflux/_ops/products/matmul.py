@@ -104,15 +104,23 @@ def matmul(
         )  # fmt: skip
     is_one = gated or not isinstance(w, tuple | list)
     given = [b for b in biases if b is not None]
-    if isinstance(x, Scaled):
-        ys = _with_scales(x, ws, given, epilogue or Epilogue((False,) * len(ws)), out, precision,
-                          transpose_rhs)  # fmt: skip
-    else:
-        wide = out if epilogue is None else _epilogue.sum_dtype(out)
-        ys = [_lax.matmul(x, one, wide, precision, transpose_rhs) for one in ws]
-        if epilogue is not None:
-            ys, _ = _epilogue.apply(epilogue, ys, given, out)
+    options = (given, epilogue, out, precision, transpose_rhs)
+    ys = _with_scales(x, ws, *options) if isinstance(x, Scaled) else _in_lax(x, ws, *options)
     return ys[0] if is_one else tuple(ys)
+
+
+def _in_lax(
+    x: Operand,
+    ws: Sequence[Operand],
+    biases: Sequence[jax.Array],
+    epilogue: Epilogue | None,
+    out: np.dtype,
+    precision: lax.PrecisionLike,
+    transpose_rhs: bool,
+) -> Sequence[jax.Array]:
+    wide = out if epilogue is None else _epilogue.sum_dtype(out)
+    ys = [_lax.matmul(x, one, wide, precision, transpose_rhs) for one in ws]
+    return ys if epilogue is None else _epilogue.apply(epilogue, ys, biases, out)[0]
 
 
 # ---- Of operands with scales ---------------------------------------------------------------------
@@ -132,7 +140,7 @@ def _with_scales(
     x: Scaled,
     ws: Sequence[Scaled],
     biases: Sequence[jax.Array],
-    epilogue: Epilogue,
+    epilogue: Epilogue | None,
     out: np.dtype,
     precision: lax.PrecisionLike,
     transpose_rhs: bool,
@@ -144,8 +152,8 @@ def _with_scales(
     if why or any(0 in one.shape for one in (x, *ws)):
         if why:
             _config.fall_back(OP, why)
-        ys = [_lax.matmul(x, one, wide, precision, transpose_rhs) for one in ws]
-        return _epilogue.apply(epilogue, ys, biases, out)[0]
+        return _in_lax(x, ws, biases, epilogue, out, precision, transpose_rhs)
+    epilogue = epilogue or Epilogue((False,) * len(ws))
     scales = _scaled.scales_of(x, *ws, transpose_rhs=transpose_rhs, precision=precision)
     of_rows = _scaled.of_rows(x, scales)
     of_columns = [_scaled.of_columns(one, transpose_rhs, scales) for one in ws]
