@@ -129,11 +129,12 @@ def test_vmap_and_two_nodes(own_heap):
     f = jax.vmap(functools.partial(jflux.all_gather_matmul, axis_name="tp"), (0, None))
     got = run(jax.jit(per_device(make_mesh((RANKS,)), f)), x, w)
     want = gathers(x, w, jflux.reference, gather_dimension=1)
-    np.testing.assert_array_equal(got, want)
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-2)
+    near(got.astype(np.float32), want.astype(np.float32))
     if RANKS >= 4:
         own_heap(node=["a"] * (RANKS // 2) + ["b"] * (RANKS // 2))
         y = gathers(x, w, gather_dimension=1)
-        np.testing.assert_allclose(y.astype(np.float32), want.astype(np.float32), rtol=1e-2)
+        near(y.astype(np.float32), want.astype(np.float32))
 
 
 def test_global_arrays():

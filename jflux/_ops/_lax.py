@@ -56,10 +56,10 @@ def matmul(
         return y.astype(_scaled.result_dtype(preferred_element_type))
     contract = ((x.ndim - 1,), (1 if transpose_rhs else 0,))
     wanted = np.dtype(x.dtype if preferred_element_type is None else preferred_element_type)
-    if jnp.int8 == x.dtype == w.dtype and jnp.issubdtype(wanted, jnp.floating):
+    real_or_sums = jnp.issubdtype(wanted, jnp.floating) or wanted == jnp.int32
+    if jnp.int8 == x.dtype == w.dtype and real_or_sums:
         # Sums are whole numbers, which float32 may not hold.
-        y = dot_general(x, w, (contract, ((), ())), preferred_element_type=jnp.int32)
-        return y.astype(wanted)
+        return _scaled.whole_sums(x, w, (contract, ((), ()))).astype(wanted)
     return dot_general(
         x, w, (contract, ((), ())), precision=precision,
         preferred_element_type=preferred_element_type,

@@ -402,14 +402,26 @@ def _matmul(x: Scaled, w: Scaled, precision: lax.PrecisionLike, transpose_rhs: b
 
 def _dot(x: jax.Array, w: jax.Array, dimensions: Any, precision: lax.PrecisionLike) -> jax.Array:
     """Sums in float32, those of whole numbers in int32."""
-    whole = all(jnp.issubdtype(a.dtype, jnp.integer) for a in (x, w))
     if x.dtype != w.dtype and jnp.int8 in (x.dtype, w.dtype):
         raise TypeError(f"jflux: x is {x.dtype} and w is {w.dtype}; both are int8 or none")
-    sums = dot_general(
-        x, w, dimensions, precision=precision,
-        preferred_element_type=jnp.int32 if whole else jnp.float32,
-    )  # fmt: skip
-    return sums.astype(jnp.float32)
+    if x.dtype == jnp.int8:
+        return whole_sums(x, w, dimensions).astype(jnp.float32)
+    return dot_general(
+        x, w, dimensions, precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def whole_sums(x: jax.Array, w: jax.Array, dimensions: Any) -> jax.Array:
+    """The product of int8 by int8 over one dimension of each, in int32."""
+    ((x_axis,), (w_axis,)), _ = dimensions
+    # On GPUs XLA's product adds the last k % 4 terms several times (jaxlib 0.11.2, k < 64).
+    short = -x.shape[x_axis] % 4
+    if short:
+        x, w = (
+            jnp.pad(a, [(0, short if i == axis else 0) for i in range(a.ndim)])
+            for a, axis in ((x, x_axis), (w, w_axis))
+        )
+    return dot_general(x, w, dimensions, preferred_element_type=jnp.int32)
 
 
 # ---- Collectives ---------------------------------------------------------------------------------
