@@ -3,14 +3,12 @@
 // sums in float32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). So sums keep the bits that the
 // tensor cores' own sums of 8-bit floats do not have.
 //
-// Consumers share each tile, and take turns (MmaOrder): while one multiplies a k-block on the
-// tensor cores, the other scales and adds its own. Left alone both would do the same at the same
-// time. A turn ends when half of a k-block is multiplied, so that the tensor cores always have
-// work.
+// Consumers share each tile. While one scales and adds a k-block's sums, the tensor cores have the
+// other's to multiply.
 //
 // An op with such kernels provides
 //
-//   ScalesOf(args, row_block, m64, tile) -> ScalesOfTile<Config>
+//   ScalesOf(args, smem, row_block, m64, tile) -> ScalesOfTile<Config>
 #ifndef JFLUX_GPU_BLOCK_SCALES_SM90_CUH_
 #define JFLUX_GPU_BLOCK_SCALES_SM90_CUH_
 
@@ -62,7 +60,6 @@ struct BlockScales {
   int32_t boundary;           // a multiple of kStep
 
   static constexpr int kStep = 32;  // columns; tiles begin at multiples of it
-  static constexpr bool kLoadsAhead = true;
 
   // Of a tile's columns [n0, n0 + columns) of a w, whose scale [blocks of n, k_blocks] is `scale`.
   __device__ __forceinline__ void SetColumns(const float* scale, int64_t n0, int64_t n, int columns,
@@ -73,99 +70,125 @@ struct BlockScales {
     right = scale + last * k_blocks;
     boundary = static_cast<int32_t>((block + 1) * kScaleBlock - n0);
   }
+  // What a thread has of a k-block. Read ahead of its products.
   struct Entry {
     RowScales::Entry rows;
     float left, right;
   };
-  __device__ __forceinline__ Entry At(int k_block) const {
+  __device__ __forceinline__ Entry Read(int k_block) const {
     return Entry{rows.At(k_block), __ldg(left + k_block), __ldg(right + k_block)};
   }
-  // Of accumulator i: two are neighbouring columns of a row.
-  __device__ __forceinline__ float Of(const Entry& entry, int i) const {
-    const bool is_left = i * 2 / kStep * kStep < boundary;
-    return entry.rows.Of(i) * (is_left ? entry.left : entry.right);
+  __device__ __forceinline__ void Share(const Entry&, int) const {}
+  // total += sums, scaled. Two neighbouring accumulators are columns of a row.
+  template <int kCount>
+  __device__ __forceinline__ void Add(float (&total)[kCount], const float (&sums)[kCount],
+                                      const Entry& entry, int) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const bool is_left = i * 2 / kStep * kStep < boundary;
+      total[i] += sums[i] * (entry.rows.Of(i) * (is_left ? entry.left : entry.right));
+    }
   }
 };
 
-// Scales::kOfVectors.
-template <int kTileN>
+// Scales::kOfVectors. A thread needs a quarter of a tile's columns. Its consumer reads them all
+// together, and shares them in shared memory: in two buffers, since a thread may be a k-block ahead
+// of another.
+template <typename Config>
 struct VectorScales {
   RowScales rows;
-  const float* columns;  // of the thread's first column of the tile
+  const float* columns;  // of the two columns that the thread reads; null: none
   int64_t n;             // entries of a k-block
-  int32_t valid;         // columns from there on that w has
-
-  static constexpr bool kLoadsAhead = false;  // an entry takes many registers
+  int consumer;
+  uint32_t shared;  // the consumer's buffers
 
   // Of a tile's columns from n0 on, of a w whose scale is `scale` [k_blocks, n].
-  __device__ __forceinline__ void SetColumns(const float* scale, int64_t n0, int64_t n_of_w) {
-    const int64_t first = n0 + 2 * (threadIdx.x % 4);
-    columns = scale + first;
+  __device__ __forceinline__ void SetColumns(const GemmSmem<Config>& smem, int of_consumer,
+                                             const float* scale, int64_t n0, int64_t n_of_w) {
+    const int at = 2 * (threadIdx.x % 128);
+    columns = at < Config::kTileN && n0 + at < n_of_w ? scale + n0 + at : nullptr;
     n = n_of_w;
-    valid = static_cast<int32_t>(Min<int64_t>(n_of_w - first, kTileN));
+    consumer = of_consumer;
+    shared = smem.Scales(consumer);
   }
   struct Entry {
     RowScales::Entry rows;
-    float2 columns[kTileN / 8];
+    float2 columns;
   };
-  __device__ __forceinline__ Entry At(int k_block) const {
-    Entry entry;
-    entry.rows = rows.At(k_block);
-    const float* at = columns + k_block * n;
-#pragma unroll
-    for (int j = 0; j < kTileN / 8; ++j) {
-      entry.columns[j] = 8 * j < valid ? __ldg(reinterpret_cast<const float2*>(at + 8 * j))
-                                       : make_float2(0.0f, 0.0f);
+  __device__ __forceinline__ Entry Read(int k_block) const {
+    Entry entry{rows.At(k_block), make_float2(0.0f, 0.0f)};
+    if (columns != nullptr) {
+      entry.columns = __ldg(reinterpret_cast<const float2*>(columns + k_block * n));
     }
     return entry;
   }
-  __device__ __forceinline__ float Of(const Entry& entry, int i) const {
-    const float2& of = entry.columns[i / 4];
-    return entry.rows.Of(i) * (i % 2 == 0 ? of.x : of.y);
+  __device__ __forceinline__ uint32_t Buffer(int k_block) const {
+    return shared + k_block % 2 * (Config::kTileN * 4);
+  }
+  // Called by all threads of the consumer.
+  __device__ __forceinline__ void Share(const Entry& entry, int k_block) const {
+    const int thread = threadIdx.x % 128;
+    if (thread < Config::kTileN / 2) {
+      ptx::StoreShared8(Buffer(k_block) + 8 * thread,
+                        reinterpret_cast<const uint64_t&>(entry.columns));
+    }
+    ptx::BarrierSync(1 + consumer, 128);
+  }
+  template <int kCount>
+  __device__ __forceinline__ void Add(float (&total)[kCount], const float (&sums)[kCount],
+                                      const Entry& entry, int k_block) const {
+    const uint32_t from = Buffer(k_block) + 8 * (threadIdx.x % 4);
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const uint64_t pair = ptx::LoadShared8(from + 8 * i);
+      const float2 of = reinterpret_cast<const float2&>(pair);
+      total[i] += sums[i] * (entry.rows.low * of.x);
+      total[i + 1] += sums[i + 1] * (entry.rows.low * of.y);
+      total[i + 2] += sums[i + 2] * (entry.rows.high * of.x);
+      total[i + 3] += sums[i + 3] * (entry.rows.high * of.y);
+    }
   }
 };
 
 template <typename Config>
 using ScalesOfTile = std::conditional_t<Config::kScales == Scales::kOfVectors,
-                                        VectorScales<Config::kTileN>, BlockScales>;
+                                        VectorScales<Config>, BlockScales>;
 
-// total += a tile's scaled k-blocks. `turn` is the parity of the consumer's next turn.
-// release(stage) is called when a stage has been read.
+// total += a tile's scaled k-blocks. release(stage) is called when a stage has been read, but not
+// for a lent one. Returns the last stage.
 template <typename Config, typename Release>
-__device__ __forceinline__ void MultiplyBlocks(Accumulators<Config>& total,
-                                               const GemmSmem<Config>& smem, int consumer,
-                                               uint32_t& turn, Ring<Config::kStages>& stages,
-                                               int k_blocks, const ScalesOfTile<Config>& scales,
-                                               Release&& release) {
+__device__ __forceinline__ int MultiplyBlocks(Accumulators<Config>& total,
+                                              const GemmSmem<Config>& smem, int consumer,
+                                              Ring<Config::kStages>& stages, int k_blocks,
+                                              const ScalesOfTile<Config>& scales,
+                                              Release&& release) {
   static_assert(Config::kConsumerM64Blocks == 1);
-  using Entry = typename ScalesOfTile<Config>::Entry;
-  constexpr bool kAhead = ScalesOfTile<Config>::kLoadsAhead;
   constexpr int kHalf = kMultiplySteps / 2;
-  Entry next{};
-  if (kAhead && k_blocks > 0) next = scales.At(0);
+  int last = -1;
+  typename ScalesOfTile<Config>::Entry next{};
+  if (k_blocks > 0) next = scales.Read(0);
   for (int kb = 0; kb < k_blocks; ++kb) {
     Accumulators<Config> sums;
     ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
-    ptx::MbarrierWait(smem.MmaOrder(consumer), turn);
-    turn ^= 1;
     const uint32_t a = smem.A(stages.index) + consumer * 8192, b = smem.B(stages.index);
     PinAll<Config>(sums);
     wgmma::Fence();
+    // In one group, a product of 8192 x 7168 x 8192 has been seen to take 8 % longer.
     MultiplyStage<Config, 0, kHalf>(sums, a, b, /*adds=*/false);
     wgmma::Commit();
     MultiplyStage<Config, kHalf>(sums, a, b, /*adds=*/true);
     wgmma::Commit();
-    const Entry entry = kAhead ? next : scales.At(kb);
-    if (kAhead && kb + 1 < k_blocks) next = scales.At(kb + 1);
-    wgmma::Wait<1>();
-    if (threadIdx.x % 32 == 0) ptx::MbarrierArrive(smem.MmaOrder(1 - consumer));
+    const auto entry = next;
+    if (kb + 1 < k_blocks) next = scales.Read(kb + 1);
+    scales.Share(entry, kb);
     wgmma::Wait<0>();
     PinAll<Config>(sums);
-    release(stages.index);
+    if (!Config::kLendsStage || kb + 1 < k_blocks) release(stages.index);
+    last = stages.index;
     stages.Advance();
-#pragma unroll
-    for (int i = 0; i < Config::kAccumulators; ++i) total[0][i] += sums[0][i] * scales.Of(entry, i);
+    scales.Add(total[0], sums[0], entry, kb);
   }
+  return last;
 }
 
 }  // namespace jflux

@@ -53,7 +53,8 @@ inline constexpr bool HasBlockScales(DType t) { return t == DType::kF8E4M3FN; }
 // Whether a tile of this many columns can have them: a thread then has a tile's sums twice, those
 // of one block and those of all before it; and the scales of its columns.
 inline constexpr bool CanHave(Scales s, int32_t tile_n) {
-  return s == Scales::kOfVectors ? tile_n == 128 : !HasEntriesOfK(s) || !IsShared(tile_n);
+  return !HasEntriesOfK(s) || (s == Scales::kOfVectors ? tile_n == 128 || tile_n == 192
+                                                       : !IsShared(tile_n));
 }
 // The elements of k, or of another dimension, that share an entry of such a scale. Those of k are a
 // k-block of the main loop.
@@ -133,7 +134,7 @@ std::string WhyNotShards(const OpFormats& op, FormatSet machine, const Params& p
 // weights.
 inline GemmChoice ForScales(GemmChoice c, Scales scales, bool gated = false) {
   if (!HasEntriesOfK(scales)) return c;
-  if (!CanHave(scales, c.tile_n)) c.tile_n = gated || scales == Scales::kOfVectors ? 128 : 192;
+  if (!CanHave(scales, c.tile_n)) c.tile_n = gated ? 128 : 192;
   c.splits = 1;
   return c;
 }

@@ -120,12 +120,12 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
     }
     uint64_t start = call.Start();
     if constexpr (Config::kBlockScales) {
-      const ScalesOfTile<Config> scales = Op::ScalesOf(args, row_block, staging.M64At(0), tile);
-      MultiplyBlocks<Config>(acc, smem, consumer, mma_parity, stages, k_blocks, scales,
-                             [&](int stage) {
-                               __syncwarp();
-                               release(stage, arrivals);
-                             });
+      const ScalesOfTile<Config> scales =
+          Op::ScalesOf(args, smem, row_block, staging.M64At(0), tile);
+      last = MultiplyBlocks<Config>(acc, smem, consumer, stages, k_blocks, scales, [&](int stage) {
+        __syncwarp();
+        release(stage, arrivals);
+      });
     } else {
       for (int kb = 0; kb < k_blocks; ++kb) {
         ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
@@ -157,7 +157,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
       // split, and then no stage is lent.
       ptx::BarrierSync(1 + Config::kConsumers, 128 * Config::kConsumers);
       staging.Enter(last);
-    } else if (last >= 0) {
+    } else if (!Config::kBlockScales && last >= 0) {
       release(last, arrivals);
     }
     if (records) call.Done(EventKind::kMultiply, start, row_block, tile.n);

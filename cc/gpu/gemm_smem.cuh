@@ -70,8 +70,9 @@ struct GemmConfig {
   // The store warp returns the stage when it has been read; meanwhile the next tile uses the other
   // stages. The staging memory saved makes room for a fourth stage. With 224 columns that gains 4
   // to 10 % where power is not the limit; with 256 columns, nothing
-  // (docs/internals/configurations.md).
-  static constexpr bool kLendsStage = kMayLendStage && kCooperative && kTileN == 224;
+  // (docs/internals/configurations.md). With 192 and scales of vectors it makes room for these.
+  static constexpr bool kLendsStage =
+      kMayLendStage && kCooperative && (kTileN == 224 || (kBlockScales && kTileN == 192));
   // Whether half of a tile's columns can belong to a second weight (a gate).
   static constexpr bool kTwoWeights = kTileN % 128 == 0 && kClusterK == 1;
   // Boxes of w stored [k, n] are kBlockBytes wide; the last one may exceed the tile.
@@ -93,8 +94,11 @@ struct GemmConfig {
   static constexpr int kSendBoxes = 4;
   static constexpr int kBarrierBytes = 1024;
   static constexpr int kStagingBytesPerConsumer = kLendsStage ? kStripBytes : kStagingBytes;
+  // A consumer's scales of two k-blocks' columns (gpu/block_scales_sm90.cuh).
+  static constexpr int kScaleBytes = kScales == Scales::kOfVectors ? 2 * kTileN * 4 : 0;
   static constexpr int kStages = (kHopper.smem_bytes - kBarrierBytes - kSendBoxes * kSendBoxBytes -
-                                  kConsumers * (kStagingBytesPerConsumer + kRemoteSliceBytes)) /
+                                  kConsumers * (kStagingBytesPerConsumer + kRemoteSliceBytes +
+                                                kScaleBytes)) /
                                  (kABytes + kBBytes);
   // The send semaphore's freedom from deadlock (gpu/send_semaphore.cuh). Consumers that share tiles
   // have all of a tile's k: their CTAs do not split it.
@@ -107,7 +111,8 @@ struct GemmConfig {
   static constexpr int kBOffset = kStages * kABytes;
   static constexpr int kStagingOffset = kBOffset + kStages * kBBytes;
   static constexpr int kRemoteSliceOffset = kStagingOffset + kConsumers * kStagingBytesPerConsumer;
-  static constexpr int kSendOffset = kRemoteSliceOffset + kConsumers * kRemoteSliceBytes;
+  static constexpr int kScaleOffset = kRemoteSliceOffset + kConsumers * kRemoteSliceBytes;
+  static constexpr int kSendOffset = kScaleOffset + kConsumers * kScaleBytes;
   static constexpr int kBarrierOffset = kSendOffset + kSendBoxes * kSendBoxBytes;
   static constexpr int kSmemBytes = kBarrierOffset + kBarrierBytes;
   static_assert(kSmemBytes <= kHopper.smem_bytes);
@@ -130,6 +135,9 @@ struct GemmSmem {
     return base + Config::kRemoteSliceOffset + consumer * Config::kRemoteSliceBytes +
            i * Config::kSliceBytes;
   }
+  __device__ uint32_t Scales(int consumer) const {
+    return base + Config::kScaleOffset + consumer * Config::kScaleBytes;
+  }
   __device__ uint32_t SendBox(int i) const {
     return base + Config::kSendOffset + i * Config::kSendBoxBytes;
   }
@@ -151,7 +159,7 @@ struct GemmSmem {
   // The load warp has started a tile, so the scheduler warp may take the next.
   __device__ uint32_t LoadBegun() const { return Bar(kMisc); }
   // Ping-pong order: the other consumer has issued its products, so the next full stages are this
-  // consumer's. If consumers share tiles, only those with scales of blocks take turns.
+  // consumer's.
   __device__ uint32_t MmaOrder(int consumer) const { return Bar(kMisc + 1 + consumer); }
   // A consumer's staging has been written; has been read by the store warp.
   __device__ uint32_t Staged(int consumer) const { return Bar(kMisc + 3 + consumer); }

@@ -115,15 +115,15 @@ struct AllGatherMatmulSm90 {
   };
 
   // With kBlockScales.
-  static __device__ ScalesOfTile<Config> ScalesOf(const Args& args, int32_t row_block, int m64,
-                                                  Tile tile) {
+  static __device__ ScalesOfTile<Config> ScalesOf(const Args& args, const GemmSmem<Config>& smem,
+                                                  int32_t row_block, int m64, Tile tile) {
     const Columns columns = ColumnsOf(args, tile);
     const int64_t k_blocks = CeilDiv<int64_t>(args.k, Config::kTileK), n = args.n[columns.weight];
     ScalesOfTile<Config> scales;
     scales.rows.Set(args.x_scale, args.rows,
                     static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64, k_blocks);
     if constexpr (Config::kScales == Scales::kOfVectors) {
-      scales.SetColumns(args.w_scale[columns.weight], columns.n0, n);
+      scales.SetColumns(smem, m64, args.w_scale[columns.weight], columns.n0, n);
     } else if (Config::kTwoWeights && args.gated) {
       const int64_t at = Quotient(columns.n0, kScaleBlock) * k_blocks;
       scales.left = args.w_scale[0] + at;

@@ -169,7 +169,8 @@ struct MatmulReduceScatterSm90 {
   }
 
   // With kBlockScales, where there is one term.
-  static __device__ BlockScales ScalesOf(const Args& args, int32_t row_block, int m64, Tile tile) {
+  static __device__ BlockScales ScalesOf(const Args& args, const GemmSmem<Config>&,
+                                         int32_t row_block, int m64, Tile tile) {
     const int64_t k_blocks = CeilDiv<int64_t>(args.k[0], Config::kTileK);
     BlockScales scales;
     scales.rows.Set(args.x_scale, args.rows,
