@@ -406,9 +406,7 @@ def _dot(x: jax.Array, w: jax.Array, dimensions: Any, precision: lax.PrecisionLi
         raise TypeError(f"jflux: x is {x.dtype} and w is {w.dtype}; both are int8 or none")
     if x.dtype == jnp.int8:
         return whole_sums(x, w, dimensions).astype(jnp.float32)
-    return dot_general(
-        x, w, dimensions, precision=precision, preferred_element_type=jnp.float32
-    )
+    return dot_general(x, w, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
 def whole_sums(x: jax.Array, w: jax.Array, dimensions: Any) -> jax.Array:
