@@ -635,8 +635,11 @@ def test_kinds_of_scales():
                 x, one, transpose_rhs=False, precision=lax.Precision.HIGHEST
             )
         assert precise is kind
-    wide = quantized(0, (64, 272), (1, 128), E5M2)
-    assert "e4m3" in _scaled.why_no_kernel(wide, one, transpose_rhs=False)
+    wide, whole = (quantized(0, (64, 272), (1, 128), dtype) for dtype in (E5M2, INT8))
+    assert _scaled.why_no_kernel(wide, one, transpose_rhs=False) is None
+    assert "int8" in _scaled.why_no_kernel(whole, one, transpose_rhs=False)
+    wide = quantized(1, (272, 144), (128, 128), E5M2)
+    assert "e4m3" in _scaled.why_no_kernel(x, wide, transpose_rhs=False)
 
 
 def test_unchecked_kernels_are_asked_for(lowered_without_gpus):

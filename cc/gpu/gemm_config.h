@@ -48,8 +48,11 @@ inline constexpr bool IsShared(int32_t tile_n) { return tile_n > 192; }
 enum class Scales : int64_t { kNone, kOfSums, kOfBlocks, kOfVectors };
 inline constexpr bool IsScales(int64_t number) { return 0 <= number && number <= 3; }
 inline constexpr bool HasEntriesOfK(Scales s) { return s > Scales::kOfSums; }
-// Whether kernels that multiply a format have scales with entries of k.
-inline constexpr bool HasBlockScales(DType t) { return t == DType::kF8E4M3FN; }
+// Whether kernels whose x is of a format have scales with entries of k.
+inline constexpr bool HasBlockScales(DType t) {
+  return t == DType::kF8E4M3FN || t == DType::kF8E5M2;
+}
+inline constexpr bool HasVectorScales(DType t) { return t == DType::kF8E4M3FN; }
 // Whether a tile of this many columns can have them: a thread then has a tile's sums twice, those
 // of one block and those of all before it; and the scales of its columns.
 inline constexpr bool CanHave(Scales s, int32_t tile_n) {

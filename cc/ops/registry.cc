@@ -13,7 +13,8 @@
 #define JFLUX_FOLDERS(FOLDER, OP)                                                       \
   FOLDER(AllGatherMatmul, kHopper, OP(AllGatherMatmul),                                 \
          INSTANCE(F16, kn) INSTANCE(F16, nk) INSTANCE(BF16, kn) INSTANCE(BF16, nk)      \
-             INSTANCE(F8E4M3FN, nk) INSTANCE(F8E4M3FN, nk_blocks) INSTANCE(F8E5M2, nk)) \
+             INSTANCE(F8E4M3FN, nk) INSTANCE(F8E4M3FN, nk_blocks) INSTANCE(F8E5M2, nk)          \
+             INSTANCE(F8E5M2, nk_blocks))                                               \
   FOLDER(Matmul, kHopper, OP(Matmul))                                                   \
   FOLDER(MatmulReduceScatter, kHopper, OP(MatmulReduceScatter))                         \
   FOLDER(MatmulAllToAll, kHopper, OP(MatmulAllToAll))                                   \

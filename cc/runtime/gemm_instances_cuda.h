@@ -146,7 +146,7 @@ bool LoadGemmInstances(std::string* error) {
       if constexpr (HasBlockScales(format())) {
         loaded = loaded && GemmFamily<Instances, format(), true, Scales::kOfBlocks>::Load(error);
       }
-      if constexpr (HasBlockScales(format()) && kHasVectorScales<Instances>) {
+      if constexpr (HasVectorScales(format()) && kHasVectorScales<Instances>) {
         loaded = loaded && GemmFamily<Instances, format(), true, Scales::kOfVectors>::Load(error);
       }
       return loaded;
@@ -170,7 +170,7 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
         return GemmFamily<Instances, format(), true, Scales::kOfBlocks>::Launch(choice, launch);
       }
     }
-    if constexpr (HasBlockScales(format()) && kHasVectorScales<Instances>) {
+    if constexpr (HasVectorScales(format()) && kHasVectorScales<Instances>) {
       if (scales == Scales::kOfVectors) {
         return GemmFamily<Instances, format(), true, Scales::kOfVectors>::Launch(choice, launch);
       }
@@ -187,7 +187,8 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
   extern template struct GemmFamily<Instances, DType::kBF16, true>;                        \
   extern template struct GemmFamily<Instances, DType::kF8E4M3FN, true>;                    \
   extern template struct GemmFamily<Instances, DType::kF8E4M3FN, true, Scales::kOfBlocks>; \
-  extern template struct GemmFamily<Instances, DType::kF8E5M2, true>
+  extern template struct GemmFamily<Instances, DType::kF8E5M2, true>;                      \
+  extern template struct GemmFamily<Instances, DType::kF8E5M2, true, Scales::kOfBlocks>
 
 // The tensor map of w as LoadB (gpu/gemm_operands_sm90.cuh) reads it. `halves`: w is half of a
 // tile's columns.

@@ -274,8 +274,8 @@ def scales_of(
     k_of_w = 1 if transpose_rhs else 0
     if x.scale.shape[-1] > 1 or any(w.scale.shape[k_of_w] > 1 for w in ws):
         return Scales.OF_BLOCKS if _has_column_blocks(ws, 1 - k_of_w) else Scales.OF_VECTORS
-    # Kernels do that for e4m3. XLA's product of other types is told the precision.
-    repeats = is_highest(precision) and all(one.dtype == jnp.float8_e4m3fn for one in (x, *ws))
+    # Kernels do that for 8-bit floats. XLA's product of other types is told the precision.
+    repeats = is_highest(precision) and why_no_blocks(x, *ws) is None
     repeats = repeats and why_unchecked(x.dtype, Scales.OF_BLOCKS) is None
     return Scales.OF_BLOCKS if repeats and _has_column_blocks(ws, 1 - k_of_w) else Scales.OF_SUMS
 
@@ -283,6 +283,16 @@ def scales_of(
 def _has_column_blocks(ws: Sequence[Scaled], n_of_w: int) -> bool:
     """Whether blocks of columns share entries of the scales."""
     return all(w.scale.shape[n_of_w] <= -(-w.shape[n_of_w] // BLOCK) for w in ws)
+
+
+def why_no_blocks(x: Scaled, *ws: Scaled) -> str | None:
+    """Why no kernel takes scales of blocks of these types, or None."""
+    if x.dtype == jnp.int8:
+        return "kernels take scales of blocks of 8-bit floats, x is int8"
+    for w in ws:
+        if w.dtype != jnp.float8_e4m3fn:
+            return f"kernels take scales of blocks of a w of float8_e4m3fn, w is {w.dtype}"
+    return None
 
 
 def why_no_kernel(
@@ -296,10 +306,9 @@ def why_no_kernel(
     entries = [x.scale.shape[-1], *(w.scale.shape[1 if transpose_rhs else 0] for w in ws)]
     if max(entries) > -(-x.shape[-1] // BLOCK):
         return "a scale has an entry for each index of k"
-    for name, one in (("x", x), *(("w", w) for w in ws)):
-        if one.dtype != jnp.float8_e4m3fn:
-            return f"kernels take scales of blocks of float8_e4m3fn, {name} is {one.dtype}"
-    if takes_vectors or scales is Scales.OF_BLOCKS:
+    if why := why_no_blocks(x, *ws):
+        return why
+    if scales is Scales.OF_BLOCKS or (takes_vectors and x.dtype == jnp.float8_e4m3fn):
         return None
     return f"kernels take blocks of {BLOCK} of k of w only for {BLOCK} columns each"
 

@@ -102,7 +102,7 @@ def scaled(rng: random.Random, place: Place) -> Case:
         jnp.float8_e4m3fn, out, transpose_rhs=rng.random() < 0.5,
     )  # fmt: skip
     f = call.bind(place.axis_name)
-    wide = place.platform == "cpu" or (unchecked and not by_block)
+    wide = place.platform == "cpu" or unchecked
     of_x = rng.choice([call.dtype, jnp.float8_e5m2]) if wide else call.dtype
 
     def body(x: Any, x_scale: Any, w: Any, w_scale: Any) -> Any:

@@ -69,7 +69,11 @@ std::string ReadWeights(const WeightsAttributes& a, const ffi::RemainingArgs& re
     *p = *params;
     if (!WhyNoKernel(*p).empty()) return kNoKernel;
     if (a.scales != 0 && SizeOf(p->dtype) != 1) return kDoNotFit;
-    if (HasEntriesOfK(operands->scales) && !HasBlockScales(p->dtype)) return kNoKernel;
+    if (operands->scales == Scales::kOfVectors ? !HasVectorScales(p->dtype)
+                                               : HasEntriesOfK(operands->scales) &&
+                                                     !HasBlockScales(p->dtype)) {
+      return kNoKernel;
+    }
     auto& product = operands->products[i];
     product.w = w.untyped_data();
     product.y = y->untyped_data();
