@@ -16,6 +16,7 @@ import jflux
 from jflux import _native
 from jflux._call import gpu_code
 from jflux._call.plans import Path
+from jflux._ops import _quantize
 from jflux._ops._scaled import spread
 
 E4M3, E5M2, INT8 = (np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8))
@@ -159,6 +160,24 @@ def test_what_kernels_do_not_take():
     check(x[:, :250], E4M3, (1, 128), taken=False)
     check(x[:130], E4M3, (128, 128), transpose=True, taken=False)
     check(x[:130], E4M3, (128, 128))
+
+
+def test_what_is_quantised_again():
+    """The transpose of what 8 bits and their scales mean, in other blocks."""
+    for rows, columns, of_x in (144, 272, (1, 128)), (272, 128, (1, -1)), (256, 384, (-1, -1)):
+        x = numbers(0, (rows, columns), jnp.float32)
+        x = jflux.quantize(jnp.asarray(x), E4M3, block=of_x, power_of_two=True)
+        for block, taken in ((1, 128), True), ((128, 128), True), ((-1, -1), False):
+            call = functools.partial(
+                _quantize.transposed_again, dtype=E4M3, block=block, power_of_two=True
+            )
+            program = jax.jit(call).lower(x).compile()
+            kernels = fused_calls(program.as_text())
+            assert kernels == ["quantize"] * (taken and PLATFORM == "gpu")
+            got, wide = program(x), np.asarray(x.dequantize()).T
+            values, scale, _ = definition(wide, E4M3, block, power_of_two=True)
+            assert_same(got.values, values)
+            assert_same(got.scale, scale)
 
 
 def test_batches():

@@ -24,9 +24,6 @@ from .products import _product
 
 OP = "quantize"
 
-#: Whether the kernels have passed all checks on GPUs.
-CHECKED = False
-
 #: The kernels' rows are whole vectors.
 _MULTIPLE = _native.VECTOR_BYTES
 
@@ -36,13 +33,19 @@ SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """A call, less its arrays."""
+    """A call, less its arrays. `again`: x has a scale, and the transpose is the only result."""
 
     dtype: np.dtype
     block: tuple[int, int]
     transpose: bool
     power_of_two: bool
     return_losses: bool
+    again: bool = False
+
+    @property
+    def sides(self) -> slice:
+        """Which of x and its transpose are results."""
+        return slice(int(self.again), 1 + self.transpose)
 
     @property
     def has_maxima(self) -> bool:
@@ -145,6 +148,14 @@ def quantize(
     return (result, Losses(*next(results))) if return_losses else result
 
 
+def transposed_again(
+    x: Scaled, dtype: DTypeLike, block: tuple[int, int], power_of_two: bool
+) -> Scaled:
+    """``quantize(x.dequantize().T, ...)`` of a matrix, in one pass over x on GPUs."""
+    params = Params(np.dtype(dtype), block, True, power_of_two, False, again=True)
+    return Scaled(*_quantized(params, x.values, x.scale)[:2])
+
+
 def _quantized(params: Params, *arrays: jax.Array) -> Sequence[jax.Array]:
     @without_derivative(
         "jflux.quantize has no derivative: where x is a constant, pass jax.lax.stop_gradient(x)"
@@ -228,6 +239,10 @@ def _rounded(ratio: jax.Array, dtype: np.dtype) -> jax.Array:
 def _reference(arrays: Arrays, params: Params) -> list[jax.Array]:
     x, *given = arrays
     scale = given[0] if given else None
+    if params.again:
+        wide = Scaled(x, given[0]).dequantize()
+        results = list(_of_one(jnp.swapaxes(wide, -1, -2), None, params)[:2])
+        return results + [jnp.zeros(*_maxima(x, params))] * params.has_maxima
     *results, losses = _of_one(x, scale, params)
     if params.transpose:
         turned = None if scale is None else jnp.swapaxes(scale, -1, -2)
@@ -256,7 +271,7 @@ def _of_one(
 def _maxima(x: Any, params: Params) -> ShapeDtype:
     """The largest magnitudes of blocks, which the kernels keep there between two passes."""
     *stack, rows, columns = x.shape
-    shapes = [(rows, columns), (columns, rows)][: 1 + params.transpose]
+    shapes = [(rows, columns), (columns, rows)][params.sides]
     counts = (math.prod(_scale_shape(shape, params.block)) for shape in shapes)
     return (*stack, sum(counts)), np.dtype(np.uint32)
 
@@ -265,7 +280,7 @@ def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
     x = arrays[0]
     *stack, rows, columns = x.shape
     shapes: list[ShapeDtype] = []
-    for shape in ((*stack, rows, columns), (*stack, columns, rows))[: 1 + params.transpose]:
+    for shape in ((*stack, rows, columns), (*stack, columns, rows))[params.sides]:
         scale = _scale_shape(shape, params.block)
         shapes += [(shape, params.dtype), (scale, np.dtype(np.float32))]
     shapes += [((2,), np.dtype(np.int32))] * params.return_losses
@@ -274,8 +289,13 @@ def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
 
 def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     x = arrays[0]
-    *_, rows, columns = x.shape
-    if why := _native.why_not_dtypes(OP, "cuda", x.dtype):
+    *stack, rows, columns = x.shape
+    if params.again:
+        counts = zip(arrays[1].shape, (rows, -(-columns // BLOCK)), strict=False)
+        fits = not stack and all(count in (1, most) for count, most in counts)
+        if x.dtype != jnp.float8_e4m3fn or not fits or -1 in params.block:
+            return "kernels quantise a matrix of e4m3 again, in blocks of 128"
+    elif why := _native.why_not_dtypes(OP, "cuda", x.dtype):
         return why
     if 0 in x.shape:
         return "x is empty"
@@ -315,8 +335,9 @@ _primitive = make_primitive(
                     "transpose": params.transpose,
                     "power_of_two": params.power_of_two,
                     "losses": params.return_losses,
+                    "again": params.again,
                 },
-                checked_on_gpus=CHECKED,
+                checked_on_gpus=True,
                 on_cpus=False,
                 is_optional=True,
             ),

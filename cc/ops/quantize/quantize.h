@@ -3,6 +3,9 @@
 //   x [stack, rows, columns]  ->  values [stack, rows, columns], scale [stack, counts of blocks]
 //                                 and with `transpose` the same of [stack, columns, rows]
 //
+// Or x [rows, columns] is itself values of 8 bits with a scale, and quantised again along the other
+// dimension: then the transpose is the only result (QuantizeParams::again).
+//
 // On CPUs it is plain lax. Python: jflux/_ops/_quantize.py, which defines scales and values.
 #ifndef JFLUX_OPS_QUANTIZE_QUANTIZE_H_
 #define JFLUX_OPS_QUANTIZE_QUANTIZE_H_
@@ -45,6 +48,7 @@ struct QuantizeParams {
   bool power_of_two;
   DType dtype;         // of x
   DType values_dtype;  // of values
+  bool again = false;  // x has a scale; a block has 128 columns, and one or 128 rows
 
   // Whether no CTA sees all elements of a block, so that one pass over x finds the largest of each
   // and a second one rounds. A row alone is one CTA's.
@@ -71,11 +75,21 @@ struct QuantizeLosses {
   int32_t flushed, saturated;
 };
 
+// The type of x that is quantised again.
+inline constexpr DType kQuantizedAgain = DType::kF8E4M3FN;
+
+// A scale of x: one for each row or all, and for each 128 columns or all.
+struct QuantizeSource {
+  const float* scale;
+  int32_t down, across;  // from a row's to the next one's, and from a tile's
+};
+
 struct QuantizeArrays {
   const void* x;
   const float* scale;      // in place of x's own; null: none
-  Quantized results[2];    // of x, and of its transpose
+  Quantized results[2];    // of x, and of its transpose; without x's if `again`
   QuantizeLosses* losses;  // of x; null: nobody asks
+  QuantizeSource source{};
 };
 
 // Enqueues the call on `stream`, on the current device: false and *error if it cannot.

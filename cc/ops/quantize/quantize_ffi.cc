@@ -16,16 +16,18 @@ namespace {
 #ifdef JFLUX_WITH_CUDA
 
 // Operands x [..., rows, columns][, scale]. Results values, scale[, those of the transpose][,
-// losses int32 [2]][, maxima uint32 [blocks], which nobody reads].
+// losses int32 [2]][, maxima uint32 [blocks], which nobody reads]. With `again` the operands are x
+// [rows, columns] and its scale, and the results are those of the transpose.
 struct Attributes {
   Int64s block;
   bool transpose = false;
   bool power_of_two = false;
   bool losses = false;  // are a result
+  bool again = false;
 
   void Read(AttributeReader& read) {
-    read("block", &block)("transpose", &transpose)("power_of_two", &power_of_two)("losses",
-                                                                                  &losses);
+    read("block", &block)("transpose", &transpose)("power_of_two", &power_of_two);
+    read("losses", &losses)("again", &again);
   }
 };
 
@@ -45,7 +47,8 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
   }
   const auto x = *operands.get<ffi::AnyBuffer>(0);
   auto values = *results.get<ffi::AnyBuffer>(0);
-  const auto dtype = DTypeOf(x.element_type(), kQuantizeFormats.operands);
+  const auto dtype =
+      DTypeOf(x.element_type(), a.again ? SetOf(kQuantizedAgain) : kQuantizeFormats.operands);
   const auto values_dtype = DTypeOf(values->element_type(), kQuantizeFormats.results);
   const auto shape = x.dimensions();
   if (!dtype || !values_dtype || shape.size() < 2 || x.element_count() == 0) return std::nullopt;
@@ -59,6 +62,7 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
   p.power_of_two = a.power_of_two;
   p.dtype = *dtype;
   p.values_dtype = *values_dtype;
+  p.again = a.again;
 
   size_t next = 0;
   const auto result = [&](ffi::DataType type, int64_t elements) -> void* {
@@ -70,7 +74,7 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
   };
   QuantizeArrays& arrays = call.arrays;
   for (const bool transposed : {false, true}) {
-    if (transposed && !p.transpose) break;
+    if (transposed ? !p.transpose : p.again) continue;
     Quantized& one = arrays.results[transposed];
     one.values = static_cast<uint8_t*>(
         result(values->element_type(), static_cast<int64_t>(x.element_count())));
@@ -90,7 +94,18 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
   }
   if (next != results.size()) return std::nullopt;
   arrays.x = x.untyped_data();
-  if (operands.size() > 1) {
+  if (p.again) {
+    if (operands.size() != 2) return std::nullopt;
+    const auto scale = *operands.get<ffi::AnyBuffer>(1);
+    const auto counts = scale.dimensions();
+    const int64_t across = CeilDiv<int64_t>(p.columns, kQuantizeTile);
+    if (scale.element_type() != ffi::F32 || counts.size() != 2 ||
+        (counts[0] != 1 && counts[0] != p.rows) || (counts[1] != 1 && counts[1] != across)) {
+      return std::nullopt;
+    }
+    arrays.source = {static_cast<const float*>(scale.untyped_data()),
+                     counts[0] == 1 ? 0 : static_cast<int32_t>(counts[1]), counts[1] == 1 ? 0 : 1};
+  } else if (operands.size() > 1) {
     const auto scale = *operands.get<ffi::AnyBuffer>(1);
     if (scale.element_type() != ffi::F32 ||
         static_cast<int64_t>(scale.element_count()) != p.Scales()) {

@@ -6,7 +6,8 @@
 //           it fits. Blocks are whole rows, or 128 elements of one.
 //   tiles   a CTA has a tile of 128 x 128, and keeps it in registers. It finds the maxima of its
 //           rows and columns, or of all, makes scales of them, and rounds: once for x, once for the
-//           transpose, which takes a turn through shared memory.
+//           transpose, which takes a turn through shared memory. What is quantised again is read as
+//           float32.
 //
 // A block of many tiles takes two launches of the second kernel. Between them lie the blocks'
 // maxima:
@@ -118,6 +119,25 @@ struct Chunk {
     }
   }
 };
+
+// What a chunk of x is kept as.
+template <typename T>
+using Kept = std::conditional_t<sizeof(T) == 1, float, T>;
+
+// A chunk of values of 8 bits, with their scale.
+__device__ __forceinline__ Chunk<float> LoadScaled(const __nv_fp8_e4m3* from, float scale) {
+  const uint2 words = __ldg(reinterpret_cast<const uint2*>(from));
+  Chunk<float> out;
+#pragma unroll
+  for (int i = 0; i < kChunk; i += 2) {
+    const uint32_t pair = (i < 4 ? words.x : words.y) >> (i % 4 * 8);
+    const float2 values = __half22float2(
+        __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair & 0xffff), __NV_E4M3));
+    out.words[i] = __float_as_uint(values.x * scale);
+    out.words[i + 1] = __float_as_uint(values.y * scale);
+  }
+  return out;
+}
 
 constexpr float LargestOf(DType values) {
   return values == DType::kF8E4M3FN ? 448.0f : values == DType::kF8E5M2 ? 57344.0f : 127.0f;
@@ -518,7 +538,7 @@ __device__ __forceinline__ void RoundTransposed(const QuantizeArgs& args, const 
 }
 
 template <typename T, DType kValues>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3)
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
     QuantizeTilesKernel(const __grid_constant__ QuantizeArgs args) {
   JFLUX_DYNAMIC_SHARED(TileStorage, alignof(TileStorage), storage);
   TileStorage& shared = *storage;
@@ -539,21 +559,31 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3)
   static_assert(kThreads == 2 * kTile);
   const Quantized& result = args.arrays.results[transposed];
   const ScalePlace place(args, tile, transposed, at);
-  const bool has_scale = place.is_there && (transposed == 0 || p.transpose);
+  const bool has_scale = place.is_there && (transposed == 0 ? !p.again : p.transpose);
   uint32_t magnitude = 0;
   if (after_maxima && has_scale) magnitude = __ldg(result.maxima + place.index);
   if (args.pass == Pass::kRepair && !__syncthreads_or(magnitude >= kInfinity)) return;
 
-  ChunksOfThread<T> x;
+  using K = Kept<T>;
+  ChunksOfThread<K> x;
   const int rows = tile.RowsOfThread();
+  const QuantizeSource& source = args.arrays.source;
   ForEachChunk(static_cast<const T*>(args.arrays.x) + tile.At(p) + Column(), p.columns,
                [&](int i, int j, const T* from) {
-                 x[i][j] = Row(i, j) < rows ? Chunk<T>::Load(from) : Chunk<T>{};
+                 x[i][j] = Chunk<K>{};
+                 if (Row(i, j) >= rows) return;
+                 if constexpr (sizeof(T) == 1) {
+                   const int64_t row = tile.down * kTile + Row(i, j);
+                   const float* scale = source.scale + row * source.down;
+                   x[i][j] = LoadScaled(from, __ldg(scale + tile.across * source.across));
+                 } else {
+                   x[i][j] = Chunk<K>::Load(from);
+                 }
                });
   if (thread == 0) shared.lost = {};
 
   if (!after_maxima) {
-    FindMaxima<T>(p, x, shared);
+    FindMaxima<K>(p, x, shared);
     __syncthreads();
     if (p.block.rows == 1 && transposed == 0) {
       magnitude = shared.row_maxima[at];
@@ -579,11 +609,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3)
   if (has_scale && place.is_of_block) result.scale[place.index] = scale.scale;
   shared.SetScale(transposed, at, scale);
   if (__syncthreads_and(scale.IsUsual(magnitude))) {
-    RoundTile<true, kValues, T>(args, tile, x, shared);
-    if (p.transpose) RoundTransposed<true, kValues, T>(args, tile, x, shared);
+    if constexpr (sizeof(T) != 1) RoundTile<true, kValues, K>(args, tile, x, shared);
+    if (p.transpose) RoundTransposed<true, kValues, K>(args, tile, x, shared);
   } else {
-    RoundTile<false, kValues, T>(args, tile, x, shared);
-    if (p.transpose) RoundTransposed<false, kValues, T>(args, tile, x, shared);
+    if constexpr (sizeof(T) != 1) RoundTile<false, kValues, K>(args, tile, x, shared);
+    if (p.transpose) RoundTransposed<false, kValues, K>(args, tile, x, shared);
   }
 }
 
@@ -593,6 +623,12 @@ struct Kernels {
   const void *rows, *tiles;
 };
 Kernels KernelsOf(DType dtype, DType values) {
+  if (dtype == kQuantizedAgain) {
+    return WithFormat<kQuantizeFormats.results>(values, [](auto v) {
+      using T = CudaType<kQuantizedAgain>;
+      return Kernels{nullptr, reinterpret_cast<const void*>(&QuantizeTilesKernel<T, v>)};
+    });
+  }
   return WithFormat<kQuantizeFormats.operands>(dtype, [&](auto x) {
     return WithFormat<kQuantizeFormats.results>(values, [](auto v) {
       using T = CudaType<decltype(x)::value>;
@@ -605,18 +641,22 @@ Kernels KernelsOf(DType dtype, DType values) {
 }  // namespace
 
 bool LoadQuantizeKernels(std::string* error) {
-  return ForFormats(kQuantizeFormats.operands, [&](DType dtype) {
+  const auto load = [&](DType dtype) {
     return ForFormats(kQuantizeFormats.results, [&](DType values) {
       const Kernels kernels = KernelsOf(dtype, values);
-      return LoadKernel(kernels.rows, 0, error) &&
+      return (kernels.rows == nullptr || LoadKernel(kernels.rows, 0, error)) &&
              LoadKernel(kernels.tiles, sizeof(TileStorage), error);
     });
-  });
+  };
+  return ForFormats(kQuantizeFormats.operands, load) && load(kQuantizedAgain);
 }
 
 bool LaunchQuantize(const QuantizeParams& p, const QuantizeArrays& arrays, cudaStream_t stream,
                     std::string* error) {
-  if (!Has(kQuantizeFormats.operands, p.dtype) || !Has(kQuantizeFormats.results, p.values_dtype) ||
+  const bool takes = p.again ? p.dtype == kQuantizedAgain && p.transpose && !p.HasMaxima() &&
+                                   p.stack == 1 && arrays.losses == nullptr
+                             : Has(kQuantizeFormats.operands, p.dtype);
+  if (!takes || !Has(kQuantizeFormats.results, p.values_dtype) ||
       p.columns % kQuantizeMultiple != 0 || (p.transpose && p.rows % kQuantizeMultiple != 0) ||
       p.block.columns == 1 || p.rows > INT32_MAX || p.columns > INT32_MAX) {
     *error = "the kernels do not take such a call";

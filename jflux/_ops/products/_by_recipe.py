@@ -35,6 +35,7 @@ from .._recipe import (
     in_rows,
 )
 from .._scaled import BLOCK, Scaled, why_no_kernel
+from .._scaled import spread as spread_scale
 from .._spec import all_ops
 from ._product import PRODUCT
 from ._product import columns as columns_of
@@ -391,9 +392,12 @@ def _along_rows(a: jax.Array | Scaled, form: Format) -> Scaled:
     if isinstance(a, Scaled):
         if a.scale.size == 1 and form.block == (-1, -1) and a.dtype == form.dtype:
             return Scaled(in_rows(a.values).T, a.scale.reshape(1, 1))
-        # In lax, which XLA fuses with what a means. A kernel would read that in 16 bits.
-        params = _quantize.Params(np.dtype(form.dtype), form.block, False, form.power_of_two, False)
-        return Scaled(*_quantize._of_one(in_rows(a.dequantize()).T, None, params)[:2])
+        scale = a.scale
+        if a.ndim > 2:
+            of_rows = spread_scale(scale, a.shape[:-1])
+            scale = in_rows(jnp.broadcast_to(of_rows, (*a.shape[:-1], scale.shape[-1])))
+        matrix = Scaled(in_rows(a.values), scale)
+        return _quantize.transposed_again(matrix, form.dtype, form.block, form.power_of_two)
     return form.quantize(in_rows(a).T)
 
 

@@ -212,6 +212,55 @@ TEST(BitsAreThoseOfTheDefinition) {
   CheckAll<float, DType::kF8E4M3FN>(302);
 }
 
+// Values with a scale for each row and tile, quantised again along columns.
+void CheckAgain(const QuantizeBlock& block, int64_t rows, int64_t columns, int64_t counts_down,
+                int64_t counts_across, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  Array<uint8_t> x(rows * columns), values(rows * columns);
+  for (uint8_t& v : x.data) v = Number<DType::kF8E4M3FN>::From(40 * normal(random)).bits;
+  if (seed % 2 == 0) x.data[rows * columns / 3] = 0x7f;  // a NaN
+  Array<float> of_x(counts_down * counts_across);
+  for (float& v : of_x.data) v = std::exp2(static_cast<float>(random() % 40) - 20);
+  const QuantizeParams p{1,   rows, columns, block, true, true, DType::kF8E4M3FN, DType::kF8E4M3FN,
+                         true};
+  Array<float> scale(p.TransposedScales());
+  const QuantizeArrays arrays{
+      x.get(),
+      nullptr,
+      {{}, {values.get(), scale.get(), nullptr}},
+      nullptr,
+      {of_x.get(), counts_down == 1 ? 0 : static_cast<int32_t>(counts_across),
+       counts_across == 1 ? 0 : 1}};
+  std::string error;
+  EXPECT(LaunchQuantize(p, arrays, nullptr, &error)) << error;
+  const std::string failure = simt::Run(seed);
+  EXPECT(failure.empty()) << failure;
+  const auto at = [&](int64_t r, int64_t k) {
+    const int64_t down = counts_down == 1 ? 0 : k, across = counts_across == 1 ? 0 : r / 128;
+    return float{Number<DType::kF8E4M3FN>{x.data[k * columns + r]}} *
+           of_x.data[down * counts_across + across];
+  };
+  const Exact<DType::kF8E4M3FN> want({1, rows, columns, block, true, false, false, true}, columns,
+                                     rows, at, nullptr);
+  int64_t wrong = 0;
+  for (int64_t i = 0; i < rows * columns; ++i) {
+    wrong += !Same<DType::kF8E4M3FN>(values.data[i], want.values[i]);
+  }
+  for (int64_t i = 0; i < scale.size(); ++i) {
+    wrong +=
+        std::isnan(want.scale[i]) ? !std::isnan(scale.data[i]) : scale.data[i] != want.scale[i];
+  }
+  EXPECT_EQ(wrong, 0) << "seed " << seed;
+}
+
+TEST(QuantisedAgain) {
+  CheckAgain({1, 128}, 144, 272, 144, 3, 1);
+  CheckAgain({1, 128}, 272, 144, 272, 1, 2);
+  CheckAgain({128, 128}, 160, 128, 1, 1, 3);
+  CheckAgain({1, 128}, 16, 272, 1, 3, 4);
+}
+
 }  // namespace
 }  // namespace jflux
 
