@@ -168,6 +168,16 @@ __device__ __forceinline__ void MultiplyBlocks(Accumulators<Config>& total,
   }
 }
 
+// A turn of MultiplyBlocks, of a consumer that leaves its m64 block of the tile out.
+template <typename Config>
+__device__ __forceinline__ void PassTurn(const GemmSmem<Config>& smem, int consumer,
+                                         uint32_t& turn) {
+  ptx::MbarrierWait(smem.MmaOrder(consumer), turn);
+  turn ^= 1;
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) ptx::MbarrierArrive(smem.MmaOrder(1 - consumer));
+}
+
 }  // namespace jflux
 
 #endif  // JFLUX_GPU_BLOCK_SCALES_SM90_CUH_

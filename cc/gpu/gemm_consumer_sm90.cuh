@@ -85,6 +85,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
         for (int kb = 0; kb < k_blocks; ++kb) {
           ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
           __syncwarp();  // a lane that waited on would find the stage's next phase
+          if constexpr (Config::kBlockScales) PassTurn<Config>(smem, consumer, mma_parity);
           release(stages.index, arrivals);
           stages.Advance();
         }
