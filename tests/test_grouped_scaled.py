@@ -1,5 +1,6 @@
 """grouped_matmul of operands with scales, against float64 of what they mean."""
 
+import collections
 import functools
 import re
 
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from harness import PLATFORM
+from harness import PLATFORM, make_mesh
+from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _native
@@ -244,3 +246,154 @@ def test_scales_are_those_of_a_dense_product():
     kept = slice(sum(SIZES))
     assert_near(y[kept], np.asarray(dense, np.float64)[kept], 2 * terms[kept])
     assert _scaled.scales_of(x, jax.tree.map(lambda a: a[0], w), transpose_rhs=True) == 2
+
+
+# ---- By a recipe ---------------------------------------------------------------------------------
+
+
+def q(a, form):
+    """What a [rows, columns] quantised by a format means, in float64."""
+    a = jnp.asarray(np.asarray(a, np.float32))
+    return exact(jflux.quantize(a, form.dtype, block=form.block, power_of_two=form.power_of_two))
+
+
+def bf16(a):
+    return np.asarray(a, np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def by_recipe(recipe, x, w, dy):
+    """y, dx and dw of a w [groups, n, k], in float64."""
+    kept = np.arange(ROWS)[:, None] < sum(SIZES)
+    x, dy = (np.where(kept, a, 0) for a in (x, dy))
+    qx, qdy = q(x, recipe.x), q(dy, recipe.dy)
+    turned = np.stack([q(one.T, recipe.w) for one in w])
+    dw, end = np.zeros(w.shape), 0
+    for group, size in enumerate(SIZES):
+        mine = slice(end, end + size)
+        dw[group], end = bf16(dy[mine]).T @ qx[mine], end + size
+    return grouped(qx, np.stack([q(one, recipe.w) for one in w])), grouped(qdy, turned), dw
+
+
+def near(got, want):
+    got, want = np.asarray(got, np.float64), np.asarray(want)
+    assert got.shape == want.shape
+    assert np.abs(got - want).max() <= 1e-4 * np.abs(want).max()
+
+
+def of_recipe(k=272, n=144):
+    x, dy = normal(0, ROWS, k), normal(2, ROWS, n) * np.float32(1e-4)
+    x[sum(SIZES) :] = dy[sum(SIZES) :] = np.nan
+    return x, normal(1, 4, n, k) * np.exp(normal(3, 4, 1, 1)), dy
+
+
+@pytest.mark.parametrize("module", [jflux, jflux.reference], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("name", ["block", "tensor", "row"])
+def test_a_recipe(name, module):
+    """Also of a weight that was quantised before, and stored the other way round."""
+    recipe, (x, w, dy) = getattr(jflux.Recipe, name), of_recipe()
+    sizes, want = jnp.array(SIZES), by_recipe(recipe, x, w, dy)
+
+    def call(x, w):
+        return module.grouped_matmul(x, w, sizes, transpose_rhs=True, recipe=recipe)
+
+    def of_quantized(x, w):
+        return module.grouped_matmul(x, recipe.quantize_weight(w), sizes)
+
+    y, pull = jax.vjp(call, jnp.asarray(x), jnp.asarray(w))
+    for got, wanted in zip((y, *pull(jnp.asarray(dy))), want, strict=True):
+        near(got, wanted)
+    y, pull = jax.vjp(of_quantized, jnp.asarray(x), jnp.asarray(w.swapaxes(1, 2)))
+    dx, dw = pull(jnp.asarray(dy))
+    for got, wanted in zip((y, dx, dw.swapaxes(1, 2)), want, strict=True):
+        near(got, wanted)
+
+
+def test_a_gate_by_a_recipe():
+    """Its derivative is that of the same function of the products."""
+    x, gate, dy = of_recipe(256, 128)
+    up, scale = normal(7, *gate.shape), np.abs(normal(8, ROWS))
+    recipe, sizes = jflux.Recipe.block, jnp.array(SIZES)
+    grouped_matmul = functools.partial(
+        jflux.grouped_matmul, group_sizes=sizes, transpose_rhs=True, recipe=recipe
+    )
+
+    def whole(x, gate, up, scale):
+        return grouped_matmul(x, (gate, up), activation="silu", gated=True, row_scale=scale)
+
+    def steps(x, gate, up, scale):
+        a, b = (grouped_matmul(x, w) for w in (gate, up))
+        kept = jnp.arange(ROWS) < sum(SIZES)
+        return jax.nn.silu(a) * b * jnp.where(kept, scale, 0)[:, None]
+
+    operands = tuple(map(jnp.asarray, (x, gate, up, scale)))
+    (y, pull), (want, wanted) = (jax.vjp(jax.jit(f), *operands) for f in (whole, steps))
+    near(y, want)
+    dy = jnp.asarray(np.where(np.isnan(dy), 0, dy))
+    for got, one in zip(pull(dy), wanted(dy), strict=True):
+        near(got, one)
+
+
+def test_a_weight_of_all_ranks():
+    """Its gradient is summed over them."""
+    x, w, dy = map(jnp.asarray, of_recipe())
+    sizes = jnp.array(SIZES)
+
+    def call(x, w):
+        return jflux.grouped_matmul(x, w, sizes, transpose_rhs=True, recipe=jflux.Recipe.block)
+
+    spec = P("ep")
+    over_ranks = jax.shard_map(
+        call, mesh=make_mesh((2,), ("ep",)), in_specs=(spec, P()), out_specs=spec
+    )
+    _, pull = jax.vjp(call, x, w)
+    both = [jnp.concatenate([a, -2 * a]) for a in (x, dy)]
+    y, pull_both = jax.vjp(jax.jit(over_ranks), both[0], w)
+    dx, dw = pull_both(both[1])
+    near(dw, 5 * np.asarray(pull(dy)[1], np.float64))
+    near(dx[:ROWS], pull(dy)[0])
+    near(y[ROWS:], -2 * call(x, w))
+
+
+def test_what_a_recipe_keeps():
+    """x in 8 bits, by name, and the weight."""
+    x, w, _ = (jnp.asarray(a, jnp.bfloat16) for a in of_recipe())
+    sizes, recipe = jnp.array(SIZES), jflux.Recipe.block
+
+    def loss(x, w):
+        y = jflux.grouped_matmul(x, w, sizes, transpose_rhs=True, recipe=recipe)
+        return jnp.sum(y.astype(jnp.float32))
+
+    policy = jax.checkpoint_policies.save_only_these_names("jflux_quantized")
+    text = str(jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=policy), (0, 1)))(x, w))
+    assert "jflux_quantized" in text
+    dtypes = [a.dtype for a in jax.tree.leaves(jax.vjp(loss, x, w)[1]) if a.shape == x.shape]
+    assert dtypes == [E4M3]
+    with pytest.raises(NotImplementedError, match="reverse mode alone"):
+        jax.jvp(loss, (x, w), (x, w))
+    with pytest.raises(TypeError, match="takes no scales of earlier steps"):
+        jflux.grouped_matmul(x, w, sizes, recipe=jflux.Recipe.tensor.delayed())
+    with pytest.raises(TypeError, match="with a recipe x is of a real floating type"):
+        jflux.grouped_matmul(x.astype(E4M3), w, sizes, recipe=recipe)
+
+
+@pytest.mark.parametrize("name", ["block", "tensor"])
+def test_gpus_take_the_products_of_a_recipe(name, lowered_without_gpus, monkeypatch):
+    """Of a gated MLP's step; those of e5m2 by e4m3, which would have fewer bits, in bfloat16."""
+    monkeypatch.setattr(_native.lib, "built_with_cuda", lambda: True)
+    monkeypatch.setattr(gpu_code, "arch_here", lambda: gpu_code.HOPPER)
+    types = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((256, 512), (4, 512, 256))]
+    sizes, recipe = jnp.array([100, 0, 50, 100]), getattr(jflux.Recipe, name)
+
+    def loss(x, gate, up):
+        y = jflux.grouped_matmul(x, (gate, up), sizes, activation="silu", gated=True, recipe=recipe)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+    calls, text = lowered_without_gpus(jax.grad(loss, (0, 1, 2)), *types, types[1])
+    assert all(call.plan.path == "fused" for call in calls), calls
+    lines = [line for line in text.splitlines() if "stablehlo.custom_call @jflux_grouped" in line]
+    found = collections.Counter(re.search(r"@(\w+)\(", line)[1] for line in lines)
+    # Forward and backward; dx of two weights of whole blocks is one product.
+    eight, wide = (3, 0) if name == "block" else (2, 2)
+    assert found == +collections.Counter(
+        jflux_grouped_matmul_scaled=eight, jflux_grouped_matmul=wide, jflux_grouped_matmul_dw=2
+    )

@@ -10,21 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from ..._call import local_ops, value_checks
-from .. import _epilogue, _lax, _scaled
+from .. import _epilogue, _lax, _recipe, _scaled
+from .._epilogue import ACTIVATED, PREACTIVATION
 from .._lax import several
+from .._recipe import DelayedScaling, QuantizedWeight, Recipe, Weight
 from .._scaled import Operand, Scaled
-from . import _grouped_primitives, _grouped_scaled, _product
+from . import _grouped_by_recipe, _grouped_primitives, _grouped_scaled, _product
 from ._grouped_primitives import Params
+from ._product import PRODUCT
 
 OP = _grouped_primitives.OP
 
 
 def grouped_matmul(
     x: Operand,
-    w: Operand | Sequence[Operand],
+    w: Weight | Sequence[Weight],
     group_sizes: jax.Array,
     *,
     transpose_rhs: bool = False,
@@ -32,6 +36,7 @@ def grouped_matmul(
     activation: str | None = None,
     gated: bool = False,
     row_scale: jax.Array | None = None,
+    recipe: Recipe | None = None,
 ) -> jax.Array:
     """``x[r] @ w[e]`` for each row r of group e: the product of a mixture's experts.
 
@@ -76,6 +81,9 @@ def grouped_matmul(
       activation: None, "gelu", "gelu_tanh" (its approximation), "relu" or "silu".
       gated: two weights make one y: the first product, activated, times the second.
       row_scale: [M], of any floating type; used in float32.
+      recipe: a :class:`jflux.Recipe`, by which x, w and dy are quantised; w may be already, by
+        `Recipe.quantize_weight`. dw is made in bfloat16 (as by a recipe with ``dw=None``), and so
+        is dx where `gradient_precision` asks for more than a kernel's sums of 8 bits have.
 
     Returns:
       y [M, N]. Under ``check_vma=True`` it varies over every axis that an operand varies over.
@@ -93,29 +101,29 @@ def grouped_matmul(
       >>> jflux.grouped_matmul(x, w, jnp.array([3, 1, 2])).ravel().tolist()
       [2.0, 2.0, 2.0, 4.0, 6.0, 6.0]
     """
+    recipe = _recipe_of(recipe, x, w, transpose_rhs)
     x, w = _scaled.of_product(OP, x, w)
     ws: Sequence[Any] = several(w)
     params, scales = _params_of(
         x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated, row_scale
     )
     n, out = ws[0].shape[1 if transpose_rhs else 2], params.out_dtype
+    if 0 in (*x.shape, *ws[0].shape):  # an activation of 0 is 0
+        return _product.zeros((x.shape[0], n), out, *jax.tree.leaves((x, ws, group_sizes, scales)))
+    sizes = value_checks.to_int32(group_sizes)
+    if recipe is not None:
+        return _by_recipe(x, ws, sizes, scales, recipe, params)
     if isinstance(x, Scaled):
-        if 0 in (*x.shape, *ws[0].shape):
-            return _product.zeros((x.shape[0], n), out, *jax.tree.leaves((x, ws, group_sizes)))
-        sizes = value_checks.to_int32(group_sizes)
         return _grouped_scaled.bind(x, ws, sizes, scales, params)
     common = jnp.result_type(x.dtype, *(one.dtype for one in ws))
     x, *ws = (a.astype(common) for a in (x, *ws))
-    operands = (x, *ws, value_checks.to_int32(group_sizes), *scales)
-    if 0 in (*x.shape, *ws[0].shape):  # an activation of 0 is 0
-        return _product.zeros((x.shape[0], n), out, *operands)
-    (y,) = _grouped_primitives.grouped_matmul.bind(*operands, params=params)
+    (y,) = _grouped_primitives.grouped_matmul.bind(x, *ws, sizes, *scales, params=params)
     return y
 
 
 def reference(
     x: Operand,
-    w: Operand | Sequence[Operand],
+    w: Weight | Sequence[Weight],
     group_sizes: jax.Array,
     *,
     transpose_rhs: bool = False,
@@ -123,17 +131,54 @@ def reference(
     activation: str | None = None,
     gated: bool = False,
     row_scale: jax.Array | None = None,
+    recipe: Recipe | None = None,
 ) -> jax.Array:
     """:func:`jflux.grouped_matmul` in plain `lax`: `jax.lax.ragged_dot`, zeros past the sum of the
     sizes, and what follows."""
+    recipe = _recipe_of(recipe, x, w, transpose_rhs)
     x, w = _scaled.of_product(OP, x, w)
     ws: Sequence[Any] = several(w)
     params, scales = _params_of(
         x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated, row_scale
     )
+    if recipe is not None:
+        return _by_recipe(x, ws, group_sizes, scales, recipe, params, reference=True)
     if isinstance(x, Scaled):
         return _grouped_scaled.in_lax(x, ws, group_sizes, scales, params)
     return _grouped_primitives.reference((x, *ws, group_sizes, *scales), params)[0]
+
+
+def _recipe_of(recipe: Any, x: Any, w: Any, transpose_rhs: bool) -> Recipe | None:
+    found = _recipe.of_call(OP, recipe, x, w, transpose_rhs)
+    if isinstance(found, DelayedScaling):
+        raise TypeError(f"jflux.{OP} takes no scales of earlier steps (jflux.DelayedScaling)")
+    return found
+
+
+def _by_recipe(
+    x: Any,
+    ws: Sequence[Any],
+    sizes: jax.Array,
+    row_scale: Sequence[jax.Array],
+    recipe: Recipe,
+    params: Params,
+    reference: bool = False,
+) -> jax.Array:
+    """y. What follows the products is differentiated by JAX, which keeps them alone."""
+    sums = _grouped_by_recipe.products(
+        x, ws, sizes, recipe, params.transpose_rhs, params.out_dtype, reference
+    )
+    if params.activation is None and not row_scale:
+        return sums[0]
+    name = PRODUCT if params.activation is None else PREACTIVATION
+    scales = [_grouped_primitives._masked(scale, sizes) for scale in row_scale]
+
+    def finish(sums: Sequence[jax.Array], scales: Sequence[jax.Array]) -> jax.Array:
+        scale = scales[0] if scales else None
+        return _grouped_primitives._finish(sums, scale, params.epilogue, params.out_dtype)
+
+    y = jax.checkpoint(finish, prevent_cse=False)([checkpoint_name(s, name) for s in sums], scales)
+    return y if params.activation is None else checkpoint_name(y, ACTIVATED)
 
 
 def _params_of(
@@ -153,6 +198,7 @@ def _params_of(
         _grouped_scaled.check_scales(x, ws, transpose_rhs)
         out = _scaled.result_dtype(preferred_element_type)
     else:
+        ws = [one.w if isinstance(one, QuantizedWeight) else one for one in ws]
         out = check(x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated)
     _check_scale(x, row_scale)
     scales = () if row_scale is None else (row_scale.astype(jnp.float32),)
