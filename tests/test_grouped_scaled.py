@@ -222,17 +222,18 @@ def test_gpus_take_the_kernels(lowered_without_gpus, monkeypatch):
             assert f"tile = dense<[{attributes[0]}, {attributes[1]}]>" in line
             assert "tensor<4x144x272xf8E4M3FN>" in line and "tensor<100x144xbf16>" in line
     with jflux.config(unchecked_kernels=False):
-        (found,), text = lowered_without_gpus(call, x, w.T, s)
-    assert "unchecked_kernels=True" in found.plan.reason and "@jflux_" not in text
+        (found, *_), text = lowered_without_gpus(call, x, w.T, s)
+    assert "unchecked_kernels=True" in found.plan.reason and found.plan.path == "decomposed"
+    assert "jflux_grouped_matmul_scaled" not in text and "@jflux_grouped_matmul(" in text
     for why, (x, w) in {
         "only for 128 columns each": drawn("vector"),
         "of float8_e4m3fn, x is float8_e5m2": drawn("block", dtypes=PAIRS[1]),
-        "operands are int8": drawn("row", dtypes=PAIRS[2]),
         r"k and n are \(136, 272\), the kernel takes multiples of 16": drawn("row", n=136),
+        "operands are int8": drawn("row", dtypes=PAIRS[2]),
     }.items():
         call = functools.partial(jflux.grouped_matmul, transpose_rhs=True)
-        (found,), _ = lowered_without_gpus(call, x, w, s)
-        assert found.plan.path == "reference"
+        (found, *_), _ = lowered_without_gpus(call, x, w, s)
+        assert found.plan.path == ("reference" if "int8" in why else "decomposed")
         assert re.search(why, found.plan.reason), found.plan.reason
 
 

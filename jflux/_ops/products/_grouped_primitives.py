@@ -274,14 +274,13 @@ def _flops_dw(arrays: Arrays, params: DwParams) -> int:
     return 2 * x.shape[0] * x.shape[1] * dy.shape[1]
 
 
+kernel = local_ops.kernel(OP, why_not=_why_not, attributes=_attributes, checked_on_gpus=True)
 grouped_matmul = make_primitive(
     Op(
         name=OP,
         result_shapes=_shapes,
         reference=reference,
-        forms=(
-            local_ops.kernel(OP, why_not=_why_not, attributes=_attributes, checked_on_gpus=True),
-        ),
+        forms=(kernel,),
         batch=_batch,
         flops=_flops,
         is_local=True,

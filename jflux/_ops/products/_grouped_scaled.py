@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._call import local_ops
-from ..._call.forms import Call, Op, ShapeDtype
+from ..._call import local_ops, plans
+from ..._call.forms import Call, Form, Op, ShapeDtype
 from ..._call.plans import Arrays, Machine, Plan
 from ..._call.primitives import make_primitive
 from .. import _lax, _scaled
@@ -26,6 +26,9 @@ NAME = "grouped_matmul_scaled"
 
 #: Whether the kernels have passed all checks on GPUs.
 CHECKED = False
+
+#: (x, w, sizes) -> the sums of all rows' products.
+Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,27 +115,53 @@ def _unpack(operands: Sequence[Any], params: Params) -> tuple[Sequence[Any], Any
     return operands[:at], operands[at], operands[at + 1 :]
 
 
-# ---- In plain lax --------------------------------------------------------------------------------
+# ---- By products without scales ------------------------------------------------------------------
 
 
 def reference(arrays: Arrays, params: Params) -> list[jax.Array]:
     """The call as `lax.ragged_dot` of values; where scales have entries of k, of each block."""
+    numbers = lax.RaggedDotDimensionNumbers(
+        (((1,), (2 if params.transpose_rhs else 1,)), ((), ())), [0], [0]
+    )
+    wanted = jnp.int32 if arrays[0].dtype == jnp.int8 else jnp.float32
+
+    def product(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        return _lax.ragged_dot_general(x, w, sizes, numbers, preferred_element_type=wanted)
+
+    return _by_products(arrays, params, product)
+
+
+#: The type that holds all values of 8 bits.
+_WIDE = np.dtype(jnp.bfloat16)
+
+
+def _in_bfloat16(arrays: Arrays, params: Params, plan: Plan) -> list[jax.Array]:
+    def product(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        (y,) = _grouped_primitives.grouped_matmul.bind(
+            x.astype(_WIDE), w.astype(_WIDE), sizes, params=_of_values(params)
+        )
+        return y
+
+    return _by_products(arrays, params, product)
+
+
+def _of_values(params: Params) -> _grouped_primitives.Params:
+    return _grouped_primitives.Params(params.transpose_rhs, np.dtype(np.float32))
+
+
+def _by_products(arrays: Arrays, params: Params, product: Product) -> list[jax.Array]:
     plain, of_rows, of_columns = _unpack(arrays, params)
     x, ws, sizes, scale = _grouped_primitives._unpack(plain, params)
-    rows = x.shape[0]
     ends = jnp.cumsum(sizes)
-    group = jnp.searchsorted(ends, lax.iota(ends.dtype, rows), side="right")
+    group = jnp.searchsorted(ends, lax.iota(ends.dtype, x.shape[0]), side="right")
     group = jnp.minimum(group, sizes.shape[0] - 1)  # rows past the sum are masked
-    sums = [
-        _grouped_primitives._masked(_sums(x, w, sizes, group, of_rows, columns, params), sizes)
-        for w, columns in zip(ws, of_columns, strict=True)
-    ]
+    sums = []
+    for w, columns in zip(ws, of_columns, strict=True):
+        total = _sums(x, w, sizes, group, of_rows, columns, params, product)
+        sums.append(_grouped_primitives._masked(total, sizes))
     scale = None if scale is None else _grouped_primitives._masked(scale, sizes)
-    return [
-        _grouped_primitives._finish(sums, scale, params.epilogue, np.dtype(np.float32)).astype(
-            params.out_dtype
-        )
-    ]
+    y = _grouped_primitives._finish(sums, scale, params.epilogue, np.dtype(np.float32))
+    return [y.astype(params.out_dtype)]
 
 
 def _sums(
@@ -143,26 +172,24 @@ def _sums(
     of_rows: jax.Array,
     of_columns: jax.Array,
     params: Params,
+    product: Product,
 ) -> jax.Array:
-    """The scaled sums of all rows, in float32."""
+    """The scaled sums of all rows, in float32. `group`: of each row."""
     k_of_w = 2 if params.transpose_rhs else 1
-    numbers = lax.RaggedDotDimensionNumbers((((1,), (k_of_w,)), ((), ())), [0], [0])
-    wanted = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
     n = w.shape[3 - k_of_w]
 
-    def product(x: jax.Array, w: jax.Array, of_rows: jax.Array, of_columns: jax.Array) -> jax.Array:
-        sums = _lax.ragged_dot_general(x, w, sizes, numbers, preferred_element_type=wanted)
+    def scaled(x: jax.Array, w: jax.Array, of_rows: jax.Array, of_columns: jax.Array) -> jax.Array:
         columns = _scaled.over_elements(of_columns, 1, n)
-        return sums.astype(jnp.float32) * of_rows * columns[group]
+        return product(x, w, sizes).astype(jnp.float32) * of_rows * columns[group]
 
     if not params.scales.has_blocks:
-        return product(x, w, of_rows, of_columns)
+        return scaled(x, w, of_rows, of_columns)
 
     def block(i: Any, size: int = BLOCK) -> jax.Array:
         cut = functools.partial(lax.dynamic_slice_in_dim, start_index=i * BLOCK, slice_size=size)
         entry = functools.partial(lax.dynamic_slice_in_dim, start_index=i, slice_size=1)
         columns = jnp.squeeze(entry(of_columns, axis=2), 2)
-        return product(cut(x, axis=1), cut(w, axis=k_of_w), entry(of_rows, axis=1), columns)
+        return scaled(cut(x, axis=1), cut(w, axis=k_of_w), entry(of_rows, axis=1), columns)
 
     # As `_scaled._matmul` does.
     k, total = x.shape[1], block(0, min(BLOCK, x.shape[1]))
@@ -220,6 +247,20 @@ def _takes(call: Call, machine: Machine) -> Any:
     return found
 
 
+def _takes_in_bfloat16(call: Call, machine: Machine) -> Plan | None:
+    """Where the kernel for operands without scales takes the values in bfloat16. int8 may have sums
+    that float32 does not hold."""
+    plain, _, _ = _unpack(call.arrays, call.params)
+    x, ws, sizes, _ = _grouped_primitives._unpack(plain, call.params)
+    if x.dtype == jnp.int8:
+        return None
+    types = [jax.ShapeDtypeStruct(a.shape, _WIDE) for a in (x, ws[0])]
+    found = _grouped_primitives.kernel.takes(
+        Call([*types, sizes], _of_values(call.params)), machine
+    )
+    return plans.decomposed("") if isinstance(found, Plan) else None
+
+
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     plain, _, _ = _unpack(operands, params)
     of_rows, sizes_at = len(plain), 1 + params.weights
@@ -247,7 +288,10 @@ primitive = make_primitive(
         name=NAME,
         result_shapes=_shapes,
         reference=reference,
-        forms=(dataclasses.replace(_kernel, takes=_takes),),
+        forms=(
+            dataclasses.replace(_kernel, takes=_takes),
+            Form(_takes_in_bfloat16, _in_bfloat16, "a product of values in bfloat16"),
+        ),
         batch=_batch,
         flops=_flops,
         title=lambda params: OP,
