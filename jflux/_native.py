@@ -25,11 +25,14 @@ MAX_RANKS: int = _constants["max_ranks"]
 MAX_WEIGHTS: int = _constants["max_weights"]
 #: Rows of a tile of the GPU kernels.
 TILE_ROWS: int = _constants["tile_rows"]
-#: (columns of a tile, cluster_m) of each kernel of grouped products
+#: By the scales of operands, (columns of a tile, cluster_m) of each kernel of grouped products
 #: (cc/ops/grouped_matmul/grouped_matmul.h).
-GROUPED_TILES: tuple[tuple[int, int], ...] = tuple(
-    (int(columns), int(cluster_m))
-    for columns, cluster_m in (tile.split("/") for tile in _constants["grouped_tiles"])
+GROUPED_TILES: tuple[tuple[tuple[int, int], ...], ...] = tuple(
+    tuple(
+        (int(columns), int(cluster_m))
+        for columns, cluster_m in (tile.split("/") for tile in _constants[name])
+    )
+    for name in ("grouped_tiles", "grouped_tiles_of_sums", "grouped_tiles_of_blocks")
 )
 #: Experts times segments of tokens that a kernel of a grouped product over ranks has a table for
 #: (cc/ops/grouped_matmul/segments.h).

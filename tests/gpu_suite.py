@@ -9,6 +9,7 @@ python tests/gpu_suite.py [--at-once 5] [--done FILE] [--scripts NAME...] [--lim
     --files               no test files, if no FILE follows
 
     moe                   tests/moe_gpu.py: grouped products with every tile, routing
+    grouped_scaled        tests/grouped_scaled_gpu.py: the same in 8 bits with scales
     attention             tests/attention_gpu.py: the kernels of attention
     attention_ranks       the same with --ranks: keys that arrive inside the kernel
     gathered              tests/gathered_gpu.py: gathered rows, scattered sums
@@ -76,6 +77,7 @@ def scripts(gpus: int, minutes: float) -> dict[str, Commands]:
     ranks = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", f"{gpus}"]
     return {
         "moe": [[*python, "moe_gpu.py", "--calls", "200", "--limit", "150"]],
+        "grouped_scaled": [[*python, "grouped_scaled_gpu.py"]],
         "attention": [[*python, "attention_gpu.py", "--limit", "200"]],
         "attention_ranks": [[*python, "attention_gpu.py", "--ranks", f"{gpus}"]],
         "gathered": [[*python, "gathered_gpu.py", "--ranks", f"{gpus}", "--limit", "300"]],

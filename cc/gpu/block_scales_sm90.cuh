@@ -151,8 +151,8 @@ struct VectorScales {
 };
 
 template <typename Config>
-using ScalesOfTile = std::conditional_t<Config::kScales == Scales::kOfVectors,
-                                        VectorScales<Config>, BlockScales>;
+using ScalesOfTile =
+    std::conditional_t<Config::kScales == Scales::kOfVectors, VectorScales<Config>, BlockScales>;
 
 // total += a tile's scaled k-blocks. release(stage) is called when a stage has been read, but not
 // for a lent one. Returns the last stage.

@@ -31,6 +31,7 @@
   FOLDER(FlashAttention, kHopper, OP(FlashAttention) OP(FlashAttentionBackward))        \
   FOLDER(FlashDecode, kPortable, OP(FlashDecode))                                       \
   FOLDER(GroupedMatmul, kHopper, OP(GroupedMatmul) OP(GroupedMatmulDw))                 \
+  FOLDER(GroupedMatmulScaled, kHopper, OP(GroupedMatmulScaled))                         \
   FOLDER(MoeRoute, kPortable, OP(MoeRoute))                                             \
   FOLDER(MoeRows, kPortable, OP(MoeRows))                                               \
   FOLDER(Quantize, kHopper, OP(Quantize))

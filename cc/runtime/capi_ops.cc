@@ -109,11 +109,16 @@ const JfluxField* jflux_constants(void) {
     for (const char* name : jflux::kActivationNames) {
       list->push_back({KeptForever(std::string("activations.") + name), ++number});
     }
-    number = 0;
-    for (const jflux::GemmChoice& c : jflux::kGroupedCompiled) {
-      const std::string tile = std::to_string(c.tile_n) + "/" + std::to_string(c.cluster_m);
-      list->push_back({KeptForever("grouped_tiles." + tile), number++});
-    }
+    const auto list_tiles = [&](const std::string& name, jflux::Scales scales) {
+      number = 0;
+      for (const jflux::GemmChoice& c : jflux::GroupedChoicesOf(scales)) {
+        const std::string tile = std::to_string(c.tile_n) + "/" + std::to_string(c.cluster_m);
+        list->push_back({KeptForever(name + "." + tile), number++});
+      }
+    };
+    list_tiles("grouped_tiles", jflux::Scales::kNone);
+    list_tiles("grouped_tiles_of_sums", jflux::Scales::kOfSums);
+    list_tiles("grouped_tiles_of_blocks", jflux::Scales::kOfBlocks);
     for (const jflux::Op* op : jflux::AllOps()) {
       for (const jflux::Constant* c = op->constants; c != nullptr && c->name != nullptr; ++c) {
         list->push_back({c->name, c->value});

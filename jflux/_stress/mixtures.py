@@ -12,7 +12,10 @@ from jax import lax
 import jflux
 
 from .. import moe
+from .._call import plans
+from .._ops import _scaled
 from .._ops.attention import decode_merge
+from .._ops.products import _grouped_scaled
 from .._ranks import meshes
 from . import calls
 from .cases import Case, Data, Output, Place, exchanged_by
@@ -127,6 +130,75 @@ def experts(rng: random.Random, place: Place) -> Case:
         f"{np.dtype(dtype).name}, {k} of {count}",
         body,
         make,
+    )
+
+
+def scaled_groups_run(place: Place) -> bool:
+    """Whether a kernel, or the CPU's reference, multiplies groups with scales."""
+    return place.platform == "cpu" or plans.why_unchecked(_grouped_scaled.CHECKED) is None
+
+
+def scaled_groups(rng: random.Random, place: Place) -> Case:
+    """A grouped product of 8 bits with scales of rows and columns, or of blocks, perhaps gated.
+    Those of other groups are far off, and rows past the last group are no numbers."""
+    rows, groups = rng.choice([1, 40, 130, 300]), rng.choice([1, 3, 8])
+    k, n = rng.choice([144, 272, 520, 1040]), rng.choice([16, 144, 272, 528])
+    by_block, gated = rng.random() < 0.5, rng.random() < 0.4
+    of_x = jnp.float8_e4m3fn if by_block else rng.choice([jnp.float8_e4m3fn, jnp.float8_e5m2])
+    out, transpose_rhs = rng.choice([jnp.bfloat16, jnp.float32]), rng.random() < 0.7
+    blocks_of = [-(-k // _scaled.BLOCK), -(-n // _scaled.BLOCK)] if by_block else [1, n]
+
+    def body(x: Any, x_scale: Any, sizes: Any, *weights: Any) -> Any:
+        ws = [jflux.Scaled(w, scale) for w, scale in zip(weights[::2], weights[1::2], strict=True)]
+        ws = ws if transpose_rhs else [w.T for w in ws]
+        return jflux.grouped_matmul(
+            jflux.Scaled(x, x_scale), ws if gated else ws[0], sizes, transpose_rhs=transpose_rhs,
+            preferred_element_type=out, activation="relu" if gated else None, gated=gated,
+        )  # fmt: skip
+
+    def make(seed: int) -> Data:
+        lead, draws = place.mesh.devices.shape, np.random.default_rng(seed)
+
+        def scale_of(*shape: int) -> np.ndarray:
+            return np.exp2(draws.uniform(-4, 4, (*lead, *shape))).astype(np.float32)
+
+        ends = np.sort(draws.integers(0, rows + 1, (*lead, groups)), -1).astype(np.int32)
+        sizes = np.diff(ends, axis=-1, prepend=0)
+        x = calls.normal(seed, (*lead, rows, k), of_x)
+        x[np.arange(rows) >= ends[..., -1:]] = np.nan
+        x_scale, weights = scale_of(rows, blocks_of[0]), []
+        for i in range(1 + gated):
+            w = calls.normal(seed + 1 + i, (*lead, groups, n, k), jnp.float8_e4m3fn)
+            weights += [w, scale_of(groups, *blocks_of[::-1])]
+
+        def exact(i: int, size: Any) -> np.ndarray:
+            y = np.zeros((*lead, rows, n))
+            wide = [
+                size(a.astype(np.float64) * np.asarray(_scaled.spread(jnp.asarray(s), a.shape)))
+                for a, s in ((x, x_scale), weights[2 * i : 2 * i + 2])
+            ]
+            for at in np.ndindex(*lead):
+                for group, end in enumerate(ends[at]):
+                    mine = slice(end - sizes[at][group], end)
+                    y[at][mine] = wide[0][at][mine] @ wide[1][at][group].T
+            return y
+
+        want, scale = exact(0, lambda a: a), exact(0, abs)
+        if gated:
+            want = np.maximum(want, 0) * exact(1, lambda a: a)
+            scale = 2 * scale * exact(1, abs)
+        # Tensor cores keep fewer bits of sums of 8-bit floats than float32 has.
+        dtype = np.dtype(jnp.bfloat16 if place.platform == "cuda" else out)
+        return (x, x_scale, sizes, *weights), [Output(want, scale, dtype, k)]
+
+    return place.case(
+        "grouped_matmul",
+        f"grouped_matmul of {rows} rows x {k} x {n}, {groups} groups, with scales, x of "
+        f"{np.dtype(of_x).name}, {by_block=} {gated=} {transpose_rhs=}, y of {np.dtype(out).name}",
+        body,
+        make,
+        is_xlas=place.platform == "cpu",
+        has_gradient=False,
     )
 
 

@@ -104,6 +104,28 @@ TEST(GroupedProductsTakeAllOfTheirKernels) {
   }
 }
 
+TEST(GroupedProductsWithScalesTakeAllOfTheirKernels) {
+  for (const Scales scales : {Scales::kOfSums, Scales::kOfBlocks}) {
+    Taken taken;
+    ForCalls([&](int world, int64_t rows, int64_t n, int64_t k, const Machine& machine) {
+      GroupedMatmulParams p{};
+      p.m = 8 * world * rows;
+      p.k = k;
+      p.n = n;
+      p.groups = 8;
+      p.dtype = DType::kF8E4M3FN;
+      p.scales = scales;
+      for (const bool gated : {false, true}) {
+        p.gated = gated;
+        taken.Add(ChooseGrouped(p, machine));
+      }
+    });
+    for (const GemmChoice& c : GroupedChoicesOf(scales)) {
+      EXPECT(taken.Of(c, 1) > 0) << c.tile_n << " " << c.cluster_m;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace jflux
 

@@ -16,6 +16,7 @@
 #define JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_H_
 
 #include <cstdint>
+#include <iterator>
 #include <string>
 
 #include "core/activation.h"
@@ -54,6 +55,7 @@ struct GroupedMatmulParams {
   bool scaled;            // there is a row scale
   bool sums;              // also write the sums
   TileChoice tile;
+  Scales scales = Scales::kNone;  // of grouped_matmul_scaled alone
 
   int Weights() const { return gated ? 2 : 1; }
 };
@@ -65,6 +67,9 @@ struct GroupedMatmulArrays {
   const float* row_scale;      // [m], or null
   void* y;                     // [m, n]
   void* sums[2];               // [m, n] each, or null
+  // Of grouped_matmul_scaled, with `scales` of sums, or of blocks of kScaleBlock of k and n:
+  const float* x_scale = nullptr;  // [m], or [m, blocks of k]
+  const float* w_scale[2] = {};    // [groups, n], or [groups, blocks of n, blocks of k]
 };
 
 // dw[e] = sum over the rows r of group e of x[r]^T dy[r], accumulated in fp32 (fp64 for fp64) and
@@ -98,6 +103,24 @@ void GroupedMatmulDwCpu(const GroupedMatmulDwParams& params, const GroupedMatmul
 // weight, in boxes of 128 bytes.
 inline constexpr GemmChoice kGroupedCompiled[] = {
     {256, 2, 8}, {256, 1, 16}, {192, 1, 16}, {128, 1, 16}};
+// Those of operands of 8 bits, by their scales. One of two CTAs reads w half as often, which blocks
+// need: their tiles are narrower.
+inline constexpr GemmChoice kGroupedOfSums[] = {{256, 2, 8}, {256, 1, 16}, {128, 1, 16}};
+inline constexpr GemmChoice kGroupedOfBlocks[] = {{192, 2, 8}, {128, 2, 8}, {128, 1, 16}};
+
+struct GroupedChoices {
+  const GemmChoice *first, *last;
+  constexpr const GemmChoice* begin() const { return first; }
+  constexpr const GemmChoice* end() const { return last; }
+};
+inline constexpr GroupedChoices GroupedChoicesOf(Scales scales) {
+  const auto all = [](const auto& list) {
+    return GroupedChoices{std::begin(list), std::end(list)};
+  };
+  return scales == Scales::kNone     ? all(kGroupedCompiled)
+         : scales == Scales::kOfSums ? all(kGroupedOfSums)
+                                     : all(kGroupedOfBlocks);
+}
 
 // Whether kernel `c` takes such a call.
 inline bool TakesGrouped(const GemmChoice& c, bool gated, TileChoice tile) {
@@ -106,8 +129,8 @@ inline bool TakesGrouped(const GemmChoice& c, bool gated, TileChoice tile) {
   return is_wanted && (!gated || c.tile_n % 128 == 0);
 }
 
-inline bool IsGroupedTile(bool gated, TileChoice tile) {
-  for (const GemmChoice& c : kGroupedCompiled) {
+inline bool IsGroupedTile(bool gated, TileChoice tile, Scales scales = Scales::kNone) {
+  for (const GemmChoice& c : GroupedChoicesOf(scales)) {
     if (TakesGrouped(c, gated, tile)) return true;
   }
   return false;
@@ -115,9 +138,10 @@ inline bool IsGroupedTile(bool gated, TileChoice tile) {
 
 // The configuration with the least cost(choice) among those that take such a call.
 template <typename Cost>
-GemmChoice CheapestGrouped(bool gated, TileChoice tile, Cost&& cost) {
+GemmChoice CheapestGrouped(bool gated, TileChoice tile, Cost&& cost,
+                           Scales scales = Scales::kNone) {
   const GemmChoice* best = nullptr;
-  for (const GemmChoice& c : kGroupedCompiled) {
+  for (const GemmChoice& c : GroupedChoicesOf(scales)) {
     if (!TakesGrouped(c, gated, tile)) continue;
     if (best == nullptr || cost(c) < cost(*best)) best = &c;
   }
@@ -132,16 +156,17 @@ inline bool HasFewRows(int64_t m, int64_t groups) { return m <= 64 * groups; }
 // products of six shapes (docs/experiments/0036).
 inline double EstimateGroupedCost(const GemmChoice& c, int64_t m, int64_t groups, int64_t tile_rows,
                                   int64_t n, int64_t k_bytes, const Machine& machine) {
-  if (HasFewRows(m, groups)) return c.tile_n == 256 && c.cluster_m == 1 ? 0 : 1;
+  if (HasFewRows(m, groups)) return c.cluster_m == 1 ? -c.tile_n : 0;
   return EstimateCost(c, tile_rows, n, k_bytes, machine) * (c.cluster_m == 2 ? 0.957 : 1);
 }
 
 inline GemmChoice ChooseGrouped(const GroupedMatmulParams& p, const Machine& machine) {
-  return CheapestGrouped(p.gated, p.tile, [&](const GemmChoice& c) {
+  const auto cost = [&](const GemmChoice& c) {
     const int64_t past_the_end = p.groups * kGemmTileM * c.cluster_m * 2 / 5;
     return EstimateGroupedCost(c, p.m, p.groups, p.m + past_the_end, p.n * p.Weights(),
                                p.k * SizeOf(p.dtype), machine);
-  });
+  };
+  return CheapestGrouped(p.gated, p.tile, cost, p.scales);
 }
 
 inline GemmChoice ChooseGroupedDw(const GroupedMatmulDwParams& p, const Machine& machine) {

@@ -17,18 +17,21 @@
 
 namespace jflux {
 
-// Calls visit.template operator()<Config>() for each entry of kGroupedCompiled, until it returns
-// true.
-template <typename T, bool kTransposeRhs, bool kTransposeLhs, size_t kFirst = 0, typename F>
+// Calls visit.template operator()<Config>() for each entry of GroupedChoicesOf(kScales), until it
+// returns true.
+template <typename T, bool kTransposeRhs, bool kTransposeLhs, Scales kScales = Scales::kNone,
+          int kFirst = 0, typename F>
 bool ForGroupedConfigs(F&& visit) {
-  if constexpr (kFirst == std::size(kGroupedCompiled)) {
+  constexpr GroupedChoices kChoices = GroupedChoicesOf(kScales);
+  if constexpr (kFirst == kChoices.last - kChoices.first) {
     return false;
   } else {
-    constexpr GemmChoice kThis = kGroupedCompiled[kFirst];
+    constexpr GemmChoice kThis = kChoices.first[kFirst];
+    constexpr Scales kOfConfig = kScales == Scales::kNone ? Scales::kOfSums : kScales;
     using Config = GemmConfig<T, kThis.tile_n, kThis.cluster_m, kTransposeRhs,
-                              /*kMayLendStage=*/false, /*kClusterK=*/1, kTransposeLhs>;
+                              /*kMayLendStage=*/false, /*kClusterK=*/1, kTransposeLhs, kOfConfig>;
     return visit.template operator()<Config>() ||
-           ForGroupedConfigs<T, kTransposeRhs, kTransposeLhs, kFirst + 1>(visit);
+           ForGroupedConfigs<T, kTransposeRhs, kTransposeLhs, kScales, kFirst + 1>(visit);
   }
 }
 
@@ -84,12 +87,13 @@ struct LaunchGrouped {
   }
 };
 
-// What a launch needs to know of the current device. Loads the kernels there.
+// What a launch needs to know of the current device. Loads the kernels of an op there.
 struct LocalDevice {
   int sm_count = 0;
   DeviceState* state = nullptr;
 };
-bool FindLocalDevice(LocalDevice* device, std::string* error);
+bool FindLocalDevice(LocalDevice* device, std::string* error,
+                     bool (*load)(std::string*) = LoadGroupedMatmulKernels);
 
 inline GroupedRows GroupedRowsOf(OpId op, const int32_t* sizes, int64_t groups, int64_t rows,
                                  const LocalDevice& device) {
@@ -112,20 +116,25 @@ inline int64_t MostTilesOf(const GroupedMatmulParams& p, const GroupTiles& tiles
   return Min(CeilDiv<int64_t>(p.m, tiles.tile_rows) + p.groups, p.m) * tiles.tiles_n;
 }
 
-// Why a kernel cannot take such operands; empty if it can.
-inline std::string WhyNoGroupedKernel(int64_t m, int64_t k, int64_t n, int64_t groups, DType dtype,
-                                      DType out_dtype, bool k_major, bool gated, TileChoice tile) {
-  std::string why =
-      WhyNotOperands(kGroupedFormats, kWgmmaFormats, dtype, dtype, out_dtype, k, n, k_major);
-  if (!why.empty()) return why;
+// Why a kernel cannot take operands of such sizes; empty if it can.
+inline std::string WhyNoGroupedSizes(int64_t m, int64_t k, int64_t n, int64_t groups, bool gated,
+                                     TileChoice tile, Scales scales = Scales::kNone) {
   constexpr int64_t kMostRows = int64_t{1} << 29;
   if (groups > kMostGroups) return "more than " + std::to_string(kMostGroups) + " groups";
   if (m > kMostRows || k > kMostRows || n > kMostRows ||
       groups * CeilDiv<int64_t>(n, 64) > kMostRows) {
     return "a dimension is too large";
   }
-  if (!IsGroupedTile(gated, tile)) return "no kernel has the tile";
+  if (!IsGroupedTile(gated, tile, scales)) return "no kernel has the tile";
   return "";
+}
+
+// Why a kernel cannot take such operands; empty if it can.
+inline std::string WhyNoGroupedKernel(int64_t m, int64_t k, int64_t n, int64_t groups, DType dtype,
+                                      DType out_dtype, bool k_major, bool gated, TileChoice tile) {
+  const std::string why =
+      WhyNotOperands(kGroupedFormats, kWgmmaFormats, dtype, dtype, out_dtype, k, n, k_major);
+  return why.empty() ? WhyNoGroupedSizes(m, k, n, groups, gated, tile) : why;
 }
 
 }  // namespace jflux

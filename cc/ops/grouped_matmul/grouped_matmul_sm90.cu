@@ -17,7 +17,7 @@ bool LoadGroupedMatmulKernels(std::string* error) {
   return LoadForward<Kernels>(error) && LoadGroupedMatmulDwKernels(error);
 }
 
-bool FindLocalDevice(LocalDevice* device, std::string* error) {
+bool FindLocalDevice(LocalDevice* device, std::string* error, bool (*load)(std::string*)) {
   int ordinal = 0;
   JFLUX_CUDA_OR_FALSE(cudaGetDevice(&ordinal), error);
   JFLUX_CUDA_OR_FALSE(
@@ -25,7 +25,7 @@ bool FindLocalDevice(LocalDevice* device, std::string* error) {
   if (const auto heap = CurrentHeapCuda()) {
     if (const CudaDevice* found = heap->DeviceOf(ordinal)) device->state = found->state;
   }
-  return LoadOnce(LoadGroupedMatmulKernels, error);
+  return LoadOnce(load, error);
 }
 
 std::string WhyNoGroupedMatmulKernel(const GroupedMatmulParams& p) {
@@ -47,7 +47,7 @@ bool SetGroupedArgs(const GroupedMatmulParams& p, const GemmChoice& choice,
   args->y_data = y;
   const auto encode_result = [&](CUtensorMap* map, void* data) {
     return args->out_f32 || data == nullptr ||
-           EncodeTensorMap(map, p.dtype, data, {p.m, p.n}, {p.n}, {64, 64}, error);
+           EncodeTensorMap(map, p.out_dtype, data, {p.m, p.n}, {p.n}, {64, 64}, error);
   };
   if (!encode_result(&args->y, y)) return false;
   for (int i = 0; i < p.Weights(); ++i) {

@@ -52,6 +52,12 @@ struct GroupedMatmulArgs {
 };
 static_assert(sizeof(GroupedMatmulArgs) <= 4096);
 
+// The same, of operands with scales (GroupedMatmulArrays).
+struct GroupedMatmulScaledArgs : GroupedMatmulArgs {
+  const float *x_scale, *w_scale[2];
+};
+static_assert(sizeof(GroupedMatmulScaledArgs) <= 4096);
+
 // dw[e] [k, n] = x[rows of e]^T [k, rows] @ dy[rows of e] [rows, n]
 struct GroupedMatmulDwArgs {
   GroupedRows groups;
@@ -96,10 +102,10 @@ __device__ __forceinline__ void CheckSizes(const GroupedRows& groups, int64_t su
   PauseAndTrap();
 }
 
-template <typename Config_>
+template <typename Config_, typename Args_ = GroupedMatmulArgs>
 struct GroupedMatmulSm90 {
   using Config = Config_;
-  using Args = GroupedMatmulArgs;
+  using Args = Args_;
   using T = typename Config::T;
   static constexpr int kHalf = Config::kTileN / 2;
 
@@ -111,6 +117,9 @@ struct GroupedMatmulSm90 {
   }
   static __device__ int32_t FirstColumnOf(const Args& args, Tile tile) {
     return tile.n % args.tiles.tiles_n * (args.gated ? kHalf : Config::kTileN);
+  }
+  static __device__ int32_t GroupOf(const Args& args, Tile tile) {
+    return tile.n / args.tiles.tiles_n;
   }
   // The rows of an m64 block that belong to the tile's group: none if not positive.
   static __device__ int32_t RowsOf(int32_t row0, Tile tile) { return Min(64, tile.split - row0); }
@@ -189,7 +198,7 @@ struct GroupedMatmulSm90 {
       for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
         const int32_t row0 = RowOf(row_block) + staging.M64At(i) * 64;
         const int32_t rows = RowsOf(row0, tile);
-        if (rows > 0) FinishM64(args, staging, acc[i], row0, rows, n0);
+        if (rows > 0) FinishM64(args, staging, acc[i], row0, rows, n0, tile);
       }
     }
 
@@ -203,14 +212,24 @@ struct GroupedMatmulSm90 {
       __device__ bool IsFloat32() const { return args.out_f32; }
       __device__ bool IsStoredByTma() const { return rows == 64; }
     };
+    // By the scales of x's rows, and of the columns of a weight of the tile's group.
+    template <int kColumns, int kFirst = 0, typename Block>
+    static __device__ void ScaleSums(const Args& args, const Block& block, Tile tile, int weight) {
+      if constexpr (Config::kScaled) {
+        const float* columns = args.w_scale[weight] + int64_t{GroupOf(args, tile)} * args.n;
+        step::Scale<kColumns, kFirst>{args.x_scale, columns}(block);
+      }
+    }
     static __device__ void FinishM64(const Args& args, StagingWriter<Config>& staging,
                                      float (&acc)[Config::kSliceAccumulators], int32_t row0,
-                                     int32_t rows, int32_t n0) {
+                                     int32_t rows, int32_t n0, Tile tile) {
       constexpr int kN = Config::kTileN;
       const Place place{args, row0, rows, n0};
       const M64Block<Config, Place> block{staging, acc, place};
       if constexpr (Config::kTwoWeights) {
         if (args.gated) {
+          ScaleSums<kHalf>(args, block, tile, 0);
+          ScaleSums<kHalf, kHalf>(args, block, tile, 1);
           Apply(block, step::SaveHalves<kHalf>{args.sums_data[0], args.sums_data[1]},
                 step::Activate<kHalf>{args.activation}, step::Gate<kHalf>{},
                 step::ScaleRows<kHalf>{args.row_scale, row0, rows},
@@ -218,6 +237,7 @@ struct GroupedMatmulSm90 {
           return;
         }
       }
+      ScaleSums<kN>(args, block, tile, 0);
       Apply(block, step::Save<kN>{args.sums_data[0]}, step::Activate<kN>{args.activation},
             step::ScaleRows<kN>{args.row_scale, row0, rows}, step::Write<kN>{args.y_data});
     }
@@ -269,6 +289,43 @@ struct GroupedMatmulSm90 {
 };
 
 JFLUX_GEMM_KERNEL(GroupedMatmul);
+
+template <typename Config_>
+struct GroupedMatmulScaledSm90 : GroupedMatmulSm90<Config_, GroupedMatmulScaledArgs> {
+  using Config = Config_;
+  using Args = GroupedMatmulScaledArgs;
+  using Base = GroupedMatmulSm90<Config, Args>;
+
+  // The rows up to the end of the tile's group.
+  struct RowsOfGroup {
+    int32_t end;
+    __device__ int32_t Total() const { return end; }
+    __device__ int64_t Actual(int64_t row) const { return row; }
+  };
+  // With kBlockScales.
+  static __device__ ScalesOfTile<Config> ScalesOf(const Args& args, const GemmSmem<Config>&, int32_t row_block, int m64,
+  static __device__ ScalesOfTile<Config> ScalesOf(const Args& args, int32_t row_block, int m64,
+                                                  Tile tile) {
+                                                  Tile tile) {
+    const int64_t k_blocks = CeilDiv(args.k, Config::kTileK);
+    const int32_t n_blocks = CeilDiv(args.n, kScaleBlock), n0 = Base::FirstColumnOf(args, tile);
+    const int64_t group = Base::GroupOf(args, tile) * n_blocks * k_blocks;
+    ScalesOfTile<Config> scales;
+    scales.rows.Set(args.x_scale, RowsOfGroup{tile.split}, Base::RowOf(row_block) + m64 * 64,
+                    k_blocks);
+    if (Config::kTwoWeights && args.gated) {
+    const int64_t at = group + n0 / kScaleBlock * k_blocks;
+    scales.left = args.w_scale[0] + at;
+    scales.right = args.w_scale[1] + at;
+    scales.boundary = Base::kHalf;
+    } else {
+    scales.SetColumns(args.w_scale[0] + group, n0, args.n, Config::kTileN, k_blocks);
+    }
+    return scales;
+}
+};
+
+JFLUX_GEMM_KERNEL(GroupedMatmulScaled);
 
 }  // namespace jflux
 

@@ -28,6 +28,7 @@ from ..._call.plans import Arrays, Plan
 from ..._call.primitives import make_primitive
 from .. import _epilogue, _lax
 from .._epilogue import Epilogue
+from .._scaled import Scales
 from . import _product, _product_plan
 from .all_gather_matmul import ACTIVATED, PREACTIVATION
 
@@ -168,13 +169,14 @@ def _why_not_sizes(widths: Sequence[int], dtype: np.dtype, sizes: Any, platform:
     return None
 
 
-def forced_tile(gated: bool) -> np.ndarray:
+def forced_tile(gated: bool, scales: Scales = Scales.NONE) -> np.ndarray:
     """(columns, cluster_m) of the GPU kernel that `tuning_tables.force` asks for; empty: what C++
-    takes for the fastest, also where no grouped kernel has the tile, or none with a gate."""
+    takes for the fastest, also where no grouped kernel for operands with such scales has the tile,
+    or none with a gate."""
     choice = _config.config.current().configuration
     if isinstance(choice, tuning_tables.Choice) and not (gated and choice.tile_n % 128):
         tile = (choice.tile_n, choice.cluster_m)
-        if tile in _native.GROUPED_TILES:
+        if tile in _native.GROUPED_TILES[scales]:
             return np.array(tile, np.int64)
     return np.zeros(0, np.int64)
 
@@ -272,14 +274,13 @@ def _flops_dw(arrays: Arrays, params: DwParams) -> int:
     return 2 * x.shape[0] * x.shape[1] * dy.shape[1]
 
 
+kernel = local_ops.kernel(OP, why_not=_why_not, attributes=_attributes, checked_on_gpus=True)
 grouped_matmul = make_primitive(
     Op(
         name=OP,
         result_shapes=_shapes,
         reference=reference,
-        forms=(
-            local_ops.kernel(OP, why_not=_why_not, attributes=_attributes, checked_on_gpus=True),
-        ),
+        forms=(kernel,),
         batch=_batch,
         flops=_flops,
         is_local=True,

@@ -10,20 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from ..._call import local_ops, value_checks
-from .. import _epilogue, _lax
+from .. import _epilogue, _lax, _recipe, _scaled
+from .._epilogue import ACTIVATED, PREACTIVATION
 from .._lax import several
-from . import _grouped_primitives, _product
+from .._recipe import DelayedScaling, QuantizedWeight, Recipe, Weight
+from .._scaled import Operand, Scaled
+from . import _grouped_by_recipe, _grouped_primitives, _grouped_scaled, _product
 from ._grouped_primitives import Params
+from ._product import PRODUCT
 
 OP = _grouped_primitives.OP
 
 
 def grouped_matmul(
-    x: jax.Array,
-    w: jax.Array | Sequence[jax.Array],
+    x: Operand,
+    w: Weight | Sequence[Weight],
     group_sizes: jax.Array,
     *,
     transpose_rhs: bool = False,
@@ -31,6 +36,7 @@ def grouped_matmul(
     activation: str | None = None,
     gated: bool = False,
     row_scale: jax.Array | None = None,
+    recipe: Recipe | None = None,
 ) -> jax.Array:
     """``x[r] @ w[e]`` for each row r of group e: the product of a mixture's experts.
 
@@ -55,23 +61,37 @@ def grouped_matmul(
 
     CPUs run it in C++, GPUs in one kernel.
 
+    Operands of 8 bits may have scales (:class:`jflux.Scaled`): x's of rows [M, 1], of all [1, 1],
+    or of blocks of 128 of k [M, K / 128]; w's of each group, with 1, N or N / 128 entries of n, and
+    1 or K / 128 of k, in w's own order. The sums of values, in float32 (int32 for int8), are
+    multiplied by x's scale and by w's; where one has entries of k, every 128 of k are summed by
+    themselves (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). Such calls have no derivatives. On
+    Hopper a kernel takes float8_e4m3fn, with float8_e5m2 as x if no scale has entries of k, K and N
+    that are multiples of 16, and entries of k of w that are for 128 columns each; it needs
+    ``jflux.config(unchecked_kernels=True)``. A w [E, K, N] is transposed first, in each call. Else
+    values of 8-bit floats are multiplied in bfloat16, which holds them, and int8 by the reference.
+
     Args:
       x: [M, K]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16 (GPU). Other types
-        take the reference.
-      w: [E, K, N], or [E, N, K] with `transpose_rhs`; or two such, with `gated`.
+        take the reference. Or a :class:`jflux.Scaled`, or what stands for one.
+      w: [E, K, N], or [E, N, K] with `transpose_rhs`; or two such, with `gated`. Scaled if x is.
       group_sizes: [E] integers, at least 0, whose sum is at most M.
       transpose_rhs: w holds transposed weights. No copy is made.
-      preferred_element_type: of y; by default x's and w's. Sums are in float32 (float64 for
-        float64) whatever it is.
+      preferred_element_type: of y; by default x's and w's, or bfloat16 of scaled operands. Sums
+        are in float32 (float64 for float64) whatever it is.
       activation: None, "gelu", "gelu_tanh" (its approximation), "relu" or "silu".
       gated: two weights make one y: the first product, activated, times the second.
       row_scale: [M], of any floating type; used in float32.
+      recipe: a :class:`jflux.Recipe`, by which x, w and dy are quantised; w may be already, by
+        `Recipe.quantize_weight`. dw is made in bfloat16 (as by a recipe with ``dw=None``), and so
+        is dx where `gradient_precision` asks for more than a kernel's sums of 8 bits have.
 
     Returns:
       y [M, N]. Under ``check_vma=True`` it varies over every axis that an operand varies over.
 
     Raises:
-      ValueError, TypeError: operands that do not fit, when the call is traced.
+      ValueError, TypeError: operands that do not fit, when the call is traced; or when a call of
+        scaled operands is differentiated.
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for a call that no
         kernel takes.
       jax.errors.JaxRuntimeError, ValueError: when it runs, for a size below 0 and for sizes that
@@ -82,24 +102,29 @@ def grouped_matmul(
       >>> jflux.grouped_matmul(x, w, jnp.array([3, 1, 2])).ravel().tolist()
       [2.0, 2.0, 2.0, 4.0, 6.0, 6.0]
     """
+    recipe = _recipe_of(recipe, x, w, transpose_rhs)
+    x, w = _scaled.of_product(OP, x, w)
     ws: Sequence[Any] = several(w)
-    out = check(x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated)
-    _check_scale(x, row_scale)
-    n = ws[0].shape[1 if transpose_rhs else 2]
-    scales = () if row_scale is None else (row_scale.astype(jnp.float32),)
+    params, scales = _params_of(
+        x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated, row_scale
+    )
+    n, out = ws[0].shape[1 if transpose_rhs else 2], params.out_dtype
+    if 0 in (*x.shape, *ws[0].shape):  # an activation of 0 is 0
+        return _product.zeros((x.shape[0], n), out, *jax.tree.leaves((x, ws, group_sizes, scales)))
+    sizes = value_checks.to_int32(group_sizes)
+    if recipe is not None:
+        return _by_recipe(x, ws, sizes, scales, recipe, params)
+    if isinstance(x, Scaled):
+        return _grouped_scaled.bind(x, ws, sizes, scales, params)
     common = jnp.result_type(x.dtype, *(one.dtype for one in ws))
     x, *ws = (a.astype(common) for a in (x, *ws))
-    operands = (x, *ws, value_checks.to_int32(group_sizes), *scales)
-    if 0 in (*x.shape, *ws[0].shape):  # an activation of 0 is 0
-        return _product.zeros((x.shape[0], n), out, *operands)
-    params = Params(transpose_rhs, out, activation, gated, row_scale is not None)
-    (y,) = _grouped_primitives.grouped_matmul.bind(*operands, params=params)
+    (y,) = _grouped_primitives.grouped_matmul.bind(x, *ws, sizes, *scales, params=params)
     return y
 
 
 def reference(
-    x: jax.Array,
-    w: jax.Array | Sequence[jax.Array],
+    x: Operand,
+    w: Weight | Sequence[Weight],
     group_sizes: jax.Array,
     *,
     transpose_rhs: bool = False,
@@ -107,15 +132,78 @@ def reference(
     activation: str | None = None,
     gated: bool = False,
     row_scale: jax.Array | None = None,
+    recipe: Recipe | None = None,
 ) -> jax.Array:
     """:func:`jflux.grouped_matmul` in plain `lax`: `jax.lax.ragged_dot`, zeros past the sum of the
     sizes, and what follows."""
-    ws = several(w)
-    out = check(x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated)
+    recipe = _recipe_of(recipe, x, w, transpose_rhs)
+    x, w = _scaled.of_product(OP, x, w)
+    ws: Sequence[Any] = several(w)
+    params, scales = _params_of(
+        x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated, row_scale
+    )
+    if recipe is not None:
+        return _by_recipe(x, ws, group_sizes, scales, recipe, params, reference=True)
+    if isinstance(x, Scaled):
+        return _grouped_scaled.in_lax(x, ws, group_sizes, scales, params)
+    return _grouped_primitives.reference((x, *ws, group_sizes, *scales), params)[0]
+
+
+def _recipe_of(recipe: Any, x: Any, w: Any, transpose_rhs: bool) -> Recipe | None:
+    found = _recipe.of_call(OP, recipe, x, w, transpose_rhs)
+    if isinstance(found, DelayedScaling):
+        raise TypeError(f"jflux.{OP} takes no scales of earlier steps (jflux.DelayedScaling)")
+    return found
+
+
+def _by_recipe(
+    x: Any,
+    ws: Sequence[Any],
+    sizes: jax.Array,
+    row_scale: Sequence[jax.Array],
+    recipe: Recipe,
+    params: Params,
+    reference: bool = False,
+) -> jax.Array:
+    """y. What follows the products is differentiated by JAX, which keeps them alone."""
+    sums = _grouped_by_recipe.products(
+        x, ws, sizes, recipe, params.transpose_rhs, params.out_dtype, reference
+    )
+    if params.activation is None and not row_scale:
+        return sums[0]
+    name = PRODUCT if params.activation is None else PREACTIVATION
+    scales = [_grouped_primitives._masked(scale, sizes) for scale in row_scale]
+
+    def finish(sums: Sequence[jax.Array], scales: Sequence[jax.Array]) -> jax.Array:
+        scale = scales[0] if scales else None
+        return _grouped_primitives._finish(sums, scale, params.epilogue, params.out_dtype)
+
+    y = jax.checkpoint(finish, prevent_cse=False)([checkpoint_name(s, name) for s in sums], scales)
+    return y if params.activation is None else checkpoint_name(y, ACTIVATED)
+
+
+def _params_of(
+    x: Any,
+    ws: Sequence[Any],
+    group_sizes: Any,
+    transpose_rhs: bool,
+    preferred_element_type: Any,
+    activation: str | None,
+    gated: bool,
+    row_scale: Any,
+) -> tuple[Params, Sequence[jax.Array]]:
+    """(a call's parameters, its row_scale if there is one); raises for operands that do not fit."""
+    if isinstance(x, Scaled):
+        values = [one.values for one in (x, *ws)]
+        check_shapes(values[0], values[1:], group_sizes, transpose_rhs, activation, gated)
+        _grouped_scaled.check_scales(x, ws, transpose_rhs)
+        out = _scaled.result_dtype(preferred_element_type)
+    else:
+        ws = [one.w if isinstance(one, QuantizedWeight) else one for one in ws]
+        out = check(x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated)
     _check_scale(x, row_scale)
     scales = () if row_scale is None else (row_scale.astype(jnp.float32),)
-    params = Params(transpose_rhs, out, activation, gated, row_scale is not None)
-    return _grouped_primitives.reference((x, *ws, group_sizes, *scales), params)[0]
+    return Params(transpose_rhs, out, activation, gated, row_scale is not None), scales
 
 
 def ragged_dot(
@@ -168,6 +256,19 @@ def check(
     gated: bool,
 ) -> np.dtype:
     """Raises for operands that do not fit; returns the type of y."""
+    check_shapes(x, ws, group_sizes, transpose_rhs, activation, gated)
+    return _product.out_dtype(OP, (x, *ws), preferred_element_type)
+
+
+def check_shapes(
+    x: Any,
+    ws: Sequence[Any],
+    group_sizes: Any,
+    transpose_rhs: bool,
+    activation: str | None,
+    gated: bool,
+) -> None:
+    """Raises for operands that do not fit."""
     if len(ws) != (2 if gated else 1):
         raise ValueError(
             f"jflux.{OP}: w must be one array, or with gated=True two (the gate's and the other's);"
@@ -204,7 +305,6 @@ def check(
             f"jflux.{OP}: group_sizes has shape {group_sizes.shape}, and w {ws[0].shape} has "
             f"{groups} groups: it must have shape ({groups},)"
         )
-    return _product.out_dtype(OP, (x, *ws), preferred_element_type)
 
 
 def _check_scale(x: Any, row_scale: Any) -> None:

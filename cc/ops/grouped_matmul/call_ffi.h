@@ -1,0 +1,116 @@
+// What the handlers of grouped_matmul and grouped_matmul_scaled read alike.
+#ifndef JFLUX_OPS_GROUPED_MATMUL_CALL_FFI_H_
+#define JFLUX_OPS_GROUPED_MATMUL_CALL_FFI_H_
+
+#include <optional>
+
+#include "ops/grouped_matmul/grouped_matmul.h"
+#include "runtime/ffi.h"
+#include "runtime/handlers.h"
+
+namespace jflux {
+
+// Operands x, w_0[, w_1], group_sizes[, row_scale], and of grouped_matmul_scaled x_scale, w_scale_0
+// [, w_scale_1]. Results y[, sums_0[, sums_1]].
+struct GroupedAttributes {
+  int64_t activation = 0;      // number of an Activation
+  bool gated = false;          // there is w_1
+  bool scaled = false;         // there is row_scale
+  bool sums = false;           // there are sums, one for each weight
+  Int64s tile;                 // columns and cluster_m of a TileChoice; empty: none
+  bool transpose_rhs = false;  // weights are [E, n, k]
+
+  void Read(AttributeReader& read) {
+    read("activation", &activation)("gated", &gated)("scaled", &scaled)("sums", &sums)(
+        "tile", &tile)("transpose_rhs", &transpose_rhs);
+  }
+};
+
+inline TileChoice TileChoiceOf(const Int64s& tile) {
+  if (tile.size() != 2) return {};
+  return {static_cast<int32_t>(tile[0]), static_cast<int32_t>(tile[1])};
+}
+
+// The parameters of the call; empty if operands and results do not fit together.
+struct GroupedCall {
+  GroupedMatmulParams params{};
+  GroupedMatmulArrays arrays{};
+};
+
+inline std::optional<GroupedCall> GroupedCallOf(const GroupedAttributes& a,
+                                                ffi::RemainingArgs operands,
+                                                ffi::RemainingRets results,
+                                                Scales scales = Scales::kNone) {
+  const size_t weights = a.gated ? 2 : 1, first_scale = 2 + weights + (a.scaled ? 1 : 0);
+  const bool has_scales = scales != Scales::kNone;
+  if (operands.size() != first_scale + (has_scales ? 1 + weights : 0) ||
+      results.size() != 1 + (a.sums ? weights : 0) || !IsActivation(a.activation)) {
+    return std::nullopt;
+  }
+  const auto x = *operands.get<ffi::AnyBuffer>(0), w = *operands.get<ffi::AnyBuffer>(1);
+  auto y = *results.get<ffi::AnyBuffer>(0);
+  const FormatSet formats = has_scales ? kAllFormats : kWideFormats;
+  const auto dtype = DTypeOf(x.element_type(), formats), out_dtype = DTypeOf(y->element_type());
+  if (!dtype || !out_dtype || x.dimensions().size() != 2 || w.dimensions().size() != 3 ||
+      y->dimensions().size() != 2) {
+    return std::nullopt;
+  }
+  GroupedCall call;
+  GroupedMatmulParams& p = call.params;
+  p.m = x.dimensions()[0];
+  p.k = x.dimensions()[1];
+  p.n = y->dimensions()[1];
+  p.groups = w.dimensions()[0];
+  p.dtype = *dtype;
+  p.out_dtype = *out_dtype;
+  p.transpose_rhs = a.transpose_rhs;
+  p.activation = static_cast<Activation>(a.activation);
+  p.gated = a.gated;
+  p.scaled = a.scaled;
+  p.sums = a.sums;
+  p.tile = TileChoiceOf(a.tile);
+  p.scales = scales;
+  if (p.gated && p.activation == Activation::kNone) return std::nullopt;
+  if (p.m == 0 || p.k == 0 || p.n == 0 || p.groups == 0) return std::nullopt;
+  GroupedMatmulArrays& arrays = call.arrays;
+  arrays.x = x.untyped_data();
+  arrays.y = y->untyped_data();
+  if (!Is(*y, y->element_type(), {p.m, p.n})) return std::nullopt;
+  for (size_t i = 0; i < weights; ++i) {
+    const auto one = *operands.get<ffi::AnyBuffer>(1 + i);
+    const int64_t rows = p.transpose_rhs ? p.n : p.k, columns = p.transpose_rhs ? p.k : p.n;
+    const auto type = has_scales ? w.element_type() : x.element_type();
+    if (!Is(one, type, {p.groups, rows, columns})) return std::nullopt;
+    arrays.w[i] = one.untyped_data();
+    if (!p.sums) continue;
+    auto sums = *results.get<ffi::AnyBuffer>(1 + i);
+    if (!Is(*sums, y->element_type(), {p.m, p.n})) return std::nullopt;
+    arrays.sums[i] = sums->untyped_data();
+  }
+  const auto sizes = *operands.get<ffi::AnyBuffer>(1 + weights);
+  if (!Is(sizes, ffi::S32, {p.groups})) return std::nullopt;
+  arrays.group_sizes = static_cast<const int32_t*>(sizes.untyped_data());
+  if (p.scaled) {
+    const auto scale = *operands.get<ffi::AnyBuffer>(2 + weights);
+    if (!Is(scale, ffi::F32, {p.m})) return std::nullopt;
+    arrays.row_scale = static_cast<const float*>(scale.untyped_data());
+  }
+  if (!has_scales) return call;
+  const bool of_blocks = HasEntriesOfK(scales);
+  const int64_t k_entries = of_blocks ? CeilDiv<int64_t>(p.k, kScaleBlock) : 1;
+  const int64_t n_entries = of_blocks ? CeilDiv<int64_t>(p.n, kScaleBlock) : p.n;
+  const auto floats = [&](size_t i, int64_t size) {
+    return FloatsOf(*operands.get<ffi::AnyBuffer>(first_scale + i), size);
+  };
+  arrays.x_scale = floats(0, p.m * k_entries);
+  if (arrays.x_scale == nullptr) return std::nullopt;
+  for (size_t i = 0; i < weights; ++i) {
+    arrays.w_scale[i] = floats(1 + i, p.groups * n_entries * k_entries);
+    if (arrays.w_scale[i] == nullptr) return std::nullopt;
+  }
+  return call;
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_GROUPED_MATMUL_CALL_FFI_H_

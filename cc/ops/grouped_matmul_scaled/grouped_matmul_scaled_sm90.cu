@@ -1,0 +1,65 @@
+// Instantiates the kernels of grouped_matmul_scaled and launches one.
+#include "ops/grouped_matmul/grouped_matmul_instances_cuda.h"
+#include "ops/grouped_matmul_scaled/grouped_matmul_scaled.h"
+
+namespace jflux {
+namespace {
+
+struct Kernels : GroupedMatmulScaledKernels {
+  template <typename Config>
+  static constexpr int kSmemBytes = Config::kSmemBytes;
+};
+
+template <typename F>
+bool ForConfigs(DType dtype, Scales scales, F&& visit) {
+  return WithFormat<kGroupedScaledFormats.operands>(dtype, [&](auto format) {
+    using T = CudaType<format>;
+    if constexpr (HasBlockScales(format())) {
+      if (scales == Scales::kOfBlocks) {
+        return ForGroupedConfigs<T, true, false, Scales::kOfBlocks>(visit);
+      }
+    }
+    return ForGroupedConfigs<T, true, false, Scales::kOfSums>(visit);
+  });
+}
+
+}  // namespace
+
+bool LoadGroupedMatmulScaledKernels(std::string* error) {
+  LoadGrouped<Kernels> load{error};
+  return ForFormats(kGroupedScaledFormats.operands, [&](DType dtype) {
+    return !ForConfigs(dtype, Scales::kOfSums, load) &&
+           (!HasBlockScales(dtype) || !ForConfigs(dtype, Scales::kOfBlocks, load));
+  });
+}
+
+std::string WhyNoGroupedMatmulScaledKernel(const GroupedMatmulParams& p, DType w_dtype) {
+  const std::string why = WhyNotOperands(kGroupedScaledFormats, kWgmmaFormats, p.dtype, w_dtype,
+                                         p.out_dtype, p.k, p.n, p.transpose_rhs);
+  if (!why.empty()) return why;
+  if (p.scales == Scales::kOfVectors || (HasEntriesOfK(p.scales) && !HasBlockScales(p.dtype))) {
+    return "no kernel has the scales";
+  }
+  return WhyNoGroupedSizes(p.m, p.k, p.n, p.groups, p.gated, p.tile, p.scales);
+}
+
+bool LaunchGroupedMatmulScaled(const GroupedMatmulParams& p, const GroupedMatmulArrays& arrays,
+                               cudaStream_t stream, std::string* error) {
+  LocalDevice device;
+  if (!FindLocalDevice(&device, error, LoadGroupedMatmulScaledKernels)) return false;
+  const GemmChoice choice = ChooseGrouped(p, Machine{device.sm_count});
+  GroupedMatmulScaledArgs args{};
+  if (!SetGroupedArgs(p, choice, arrays.w, arrays.y, arrays.sums, &args, error) ||
+      !SetGroupedRows(p, arrays.x, &args, error)) {
+    return false;
+  }
+  args.groups = GroupedRowsOf(kGroupedMatmulScaledId, arrays.group_sizes, p.groups, p.m, device);
+  args.row_scale = arrays.row_scale;
+  args.x_scale = arrays.x_scale;
+  for (int i = 0; i < p.Weights(); ++i) args.w_scale[i] = arrays.w_scale[i];
+  LaunchGrouped<Kernels> launch{choice,          &args,  MostTilesOf(p, args.tiles),
+                                device.sm_count, stream, error};
+  return ForConfigs(p.dtype, p.scales, launch) && !launch.failed;
+}
+
+}  // namespace jflux

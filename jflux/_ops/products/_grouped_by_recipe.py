@@ -1,0 +1,175 @@
+"""grouped_matmul by a recipe, and its gradients: quantised operands, and the products of groups
+that exist."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from ..._call.derivatives import differentiated
+from .. import _scaled
+from .._recipe import QUANTIZED, WIDE, Format, QuantizedWeight, Recipe
+from .._scaled import Scaled
+from . import _by_recipe, _grouped_primitives, _grouped_scaled
+from ._product import PRODUCT
+
+
+@dataclasses.dataclass(frozen=True)
+class _Params:
+    """The products of a call, less their operands: x, each w, and a list of the sizes and of the
+    quantised copies (forward, backward) of each w.
+
+    Attributes:
+      reference: in plain `lax`.
+    """
+
+    recipe: Recipe
+    weights: int
+    transpose_rhs: bool
+    out: np.dtype
+    reference: bool
+
+
+def products(
+    x: jax.Array,
+    ws: Sequence[jax.Array | QuantizedWeight],
+    sizes: jax.Array,
+    recipe: Recipe,
+    transpose_rhs: bool,
+    out: np.dtype,
+    reference: bool = False,
+) -> Sequence[jax.Array]:
+    """That of each w, of operands that were checked."""
+    params = _Params(recipe, len(ws), transpose_rhs, out, reference)
+    copies = [
+        (one.forward, one.backward) if isinstance(one, QuantizedWeight) else None for one in ws
+    ]
+    arrays = [one.w if isinstance(one, QuantizedWeight) else one for one in ws]
+    return _products(params, x, *arrays, lax.stop_gradient([sizes, copies]))
+
+
+def _split(operands: Sequence[Any], params: _Params) -> tuple[Any, Sequence[Any], Any]:
+    """(x, ws, [sizes, copies])."""
+    return operands[0], operands[1 : 1 + params.weights], operands[-1]
+
+
+def _quantized(a: jax.Array, form: Format, sizes: jax.Array) -> Scaled:
+    """a [rows, columns]. Rows past the last group, which may be anything, are no part of a scale
+    that rows share."""
+    rows = a if form.block[0] == 1 else _grouped_primitives._masked(a, sizes)
+    return form.of_rows(rows)[0]
+
+
+def _sum_of_products(
+    xs: Sequence[Scaled],
+    ws: Sequence[Scaled],
+    sizes: jax.Array,
+    out: np.dtype,
+    precision: Any,
+    params: _Params,
+) -> jax.Array:
+    """Each w is [groups, n, k]."""
+    xs, ws = _by_recipe._one_term(xs, ws)
+    # What kernels give; others are rounded once more.
+    direct = len(xs) == 1 and out in (WIDE, np.dtype(np.float32))
+    wanted = out if direct else np.dtype(np.float32)
+    terms = [_multiply(x, w, sizes, wanted, precision, params) for x, w in zip(xs, ws, strict=True)]
+    return sum(terms[1:], terms[0]).astype(out)
+
+
+def _multiply(
+    x: Scaled, w: Scaled, sizes: jax.Array, out: np.dtype, precision: Any, params: _Params
+) -> jax.Array:
+    call = _grouped_primitives.Params(True, out)
+    has_blocks = max(x.scale.shape[-1], w.scale.shape[-1]) > 1
+    if _scaled.is_highest(precision) and not has_blocks:
+        # Tensor cores keep fewer bits of sums of 8-bit floats. bfloat16 holds values times powers
+        # of two, so this is their product too.
+        arrays = (x.dequantize(WIDE), w.dequantize(WIDE), sizes)
+        if params.reference:
+            return _grouped_primitives.reference(arrays, call)[0]
+        return _grouped_primitives.grouped_matmul.bind(*arrays, params=call)[0]
+    f = _grouped_scaled.in_lax if params.reference else _grouped_scaled.bind
+    return f(x, [w], sizes, (), call)
+
+
+def _made(operands: Sequence[Any], params: _Params) -> tuple[Sequence[jax.Array], Any]:
+    """(the products, what is kept)."""
+    x, ws, (sizes, copies) = _split(operands, params)
+    recipe, forward, for_dx = params.recipe, [], []
+    for w, copy in zip(ws, copies, strict=True):
+        # As `_by_recipe` keeps them.
+        for_dx.append(w if copy is None else copy[1])
+        turned = not params.transpose_rhs  # to [n, k]
+        forward.append(_by_recipe._copy(w, turned, recipe, None) if copy is None else copy[0])
+    kept = _quantized(x, recipe.x, sizes)
+    ys = [
+        _sum_of_products([kept], [w], sizes, params.out, recipe.precision, params) for w in forward
+    ]
+    return ys, (kept, for_dx, sizes)
+
+
+def _forward(call: Any, operands: Sequence[Any], params: _Params) -> tuple[Sequence[Any], Any]:
+    ys, (x, *rest) = _made(operands, params)
+    x = jax.tree.map(lambda a: checkpoint_name(a, QUANTIZED), x)
+    return [checkpoint_name(y, PRODUCT) for y in ys], (x, *rest)
+
+
+def _tangents(kept: Any, tangents: Sequence[Any], params: _Params) -> Any:
+    raise NotImplementedError(
+        "jflux.grouped_matmul: with a recipe there is reverse mode alone (jax.grad, jax.vjp): a "
+        "recipe does not say how tangents are quantised"
+    )
+
+
+def _backward(
+    kept: Any, cotangents: Sequence[Any], wanted: Sequence[Any], params: _Params
+) -> list[Any]:
+    (x, ws, sizes), recipe = kept, params.recipe
+    x_type, w_types, _ = _split(wanted, params)
+    dx, dws = None, [None] * params.weights
+    given = [i for i, dy in enumerate(cotangents) if dy is not None]
+    if x_type is not None and given:
+        quantized = [_quantized(cotangents[i], recipe.dy, sizes) for i in given]
+        copies = [
+            ws[i]
+            if isinstance(ws[i], Scaled)
+            else _by_recipe._copy(ws[i], params.transpose_rhs, recipe, None)
+            for i in given
+        ]
+        out = np.dtype(x_type.dtype)
+        dx = _sum_of_products(quantized, copies, sizes, out, recipe.gradient_precision, params)
+    for i in given:
+        if w_types[i] is not None:
+            dws[i] = _weight_gradient(x, cotangents[i], sizes, w_types[i].dtype, params)
+    return [dx, *dws, None]
+
+
+def _weight_gradient(
+    x: Scaled, dy: jax.Array, sizes: jax.Array, dtype: Any, params: _Params
+) -> Any:
+    out = dtype if dtype == WIDE else np.dtype(np.float32)
+    pair = [x.dequantize(WIDE), dy.astype(WIDE)]
+    arrays = (*(pair[::-1] if params.transpose_rhs else pair), sizes)
+    call = _grouped_primitives.DwParams(np.dtype(out))
+    if params.reference:
+        (dw,) = _grouped_primitives._reference_dw(arrays, call)
+    else:
+        (dw,) = _grouped_primitives.grouped_matmul_dw.bind(*arrays, params=call)
+    return dw.astype(dtype)
+
+
+_products = differentiated(
+    lambda params, *operands: _made(operands, params)[0],
+    kept=lambda operands, params: _made(operands, params)[1],
+    tangents=_tangents,
+    backward=_backward,
+    forward=_forward,
+    axes=lambda params: None,
+)

@@ -1,0 +1,120 @@
+// The kernels of grouped_matmul_scaled in the simulator, against sums in double: scales of sums and
+// of blocks, of the group of a row; m64 blocks that a consumer leaves out; a gate.
+#include "ops/grouped_matmul_scaled/grouped_matmul_scaled.h"
+
+#include <random>
+#include <string>
+#include <vector>
+
+#include "simt/machine.h"
+#include "simt/values.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+using simt::Array;
+using simt::RandomArray;
+using W = __nv_fp8_e4m3;
+
+struct Case {
+  int64_t m, k, n;
+  std::vector<int32_t> groups;  // their rows
+  Scales scales;
+  TileChoice tile;
+  bool gated = false;
+};
+
+// relu, whose slope is at most 1.
+simt::Sum Relu(const simt::Sum& x) { return {x.value > 0 ? x.value : 0, x.size}; }
+
+// x of type T.
+template <typename T, typename Out>
+void Run(const Case& c, uint32_t seed) {
+  std::mt19937 random(seed);
+  const auto groups = static_cast<int64_t>(c.groups.size());
+  const int weights = c.gated ? 2 : 1;
+  const bool of_blocks = c.scales == Scales::kOfBlocks;
+  const int64_t k_size = of_blocks ? kScaleBlock : c.k, n_size = of_blocks ? kScaleBlock : 1;
+  const int64_t k_blocks = CeilDiv(c.k, k_size), n_blocks = CeilDiv(c.n, n_size);
+  auto x = RandomArray<T>(random, c.m * c.k);
+  auto x_scale = RandomArray<float>(random, c.m * k_blocks);
+  auto row_scale = RandomArray<float>(random, c.m);
+  std::vector<Array<W>> w;
+  std::vector<Array<float>> w_scale;
+  for (int i = 0; i < weights; ++i) {
+    w.push_back(RandomArray<W>(random, groups * c.n * c.k, 0.5));
+    w_scale.push_back(RandomArray<float>(random, groups * n_blocks * k_blocks));
+  }
+  // Rows past the last group: no numbers.
+  std::vector<int> group_of(c.m, -1);
+  int64_t end = 0;
+  for (int64_t e = 0; e < groups; ++e) {
+    for (int32_t r = 0; r < c.groups[e]; ++r) group_of[end++] = static_cast<int>(e);
+  }
+  std::fill(x_scale.data.begin() + end * k_blocks, x_scale.data.end(), NAN);
+  Array<Out> y(c.m * c.n);
+  GroupedMatmulParams p{};
+  p.m = c.m, p.k = c.k, p.n = c.n, p.groups = groups;
+  p.dtype = simt::kDTypeOf<T>, p.out_dtype = simt::kDTypeOf<Out>;
+  p.transpose_rhs = true, p.gated = c.gated, p.scaled = true;
+  p.activation = c.gated ? Activation::kRelu : Activation::kNone;
+  p.tile = c.tile, p.scales = c.scales;
+  EXPECT_EQ(WhyNoGroupedMatmulScaledKernel(p, simt::kDTypeOf<W>), std::string());
+  GroupedMatmulArrays arrays{};
+  arrays.x = x.get(), arrays.x_scale = x_scale.get(), arrays.row_scale = row_scale.get();
+  arrays.group_sizes = c.groups.data(), arrays.y = y.get();
+  for (int i = 0; i < weights; ++i) arrays.w[i] = w[i].get(), arrays.w_scale[i] = w_scale[i].get();
+  std::string error;
+  EXPECT(LaunchGroupedMatmulScaled(p, arrays, nullptr, &error)) << error;
+  EXPECT_EQ(simt::Run(seed), std::string());
+  const auto product = [&](int i, int64_t row, int64_t column) {
+    simt::Sum total;
+    const int64_t group = group_of[row];
+    for (int64_t kb = 0; kb < k_blocks; ++kb) {
+      simt::Sum sum;
+      for (int64_t l = kb * k_size; l < Min(c.k, (kb + 1) * k_size); ++l) {
+        sum.Add(x[row * c.k + l] * w[i][(group * c.n + column) * c.k + l]);
+      }
+      const int64_t of_column = (group * n_blocks + column / n_size) * k_blocks + kb;
+      sum = sum * simt::Sum(x_scale[row * k_blocks + kb] * w_scale[i][of_column]);
+      total.value += sum.value;
+      total.size += sum.size;
+    }
+    return total;
+  };
+  const int64_t wrong = simt::CountWrong(y, [&](int64_t i) {
+    const int64_t row = i / c.n, column = i % c.n;
+    if (group_of[row] < 0) return simt::Sum();
+    const simt::Sum sum = product(0, row, column);
+    return (c.gated ? Relu(sum) * product(1, row, column) : sum) * row_scale[row];
+  });
+  EXPECT_EQ(wrong, 0) << "of " << y.size() << ", seed " << seed;
+}
+
+TEST(MultipliesAndScales) {
+  simt::SetSmCount(3);
+  constexpr Scales kOfSums = Scales::kOfSums, kOfBlocks = Scales::kOfBlocks;
+  const Case cases[] = {
+      {300, 144, 272, {140, 0, 129, 20}, kOfSums, {128, 1}},
+      {300, 272, 400, {7, 257, 30}, kOfSums, {256, 2}},
+      {200, 144, 144, {100, 70}, kOfSums, {256, 1}, /*gated=*/true},
+      // A group whose tile has rows for one consumer, and one for one CTA of two.
+      {300, 272, 400, {140, 0, 129, 20}, kOfBlocks, {192, 2}},
+      {300, 400, 272, {30, 190, 64, 10}, kOfBlocks, {128, 1}},
+      {200, 272, 208, {100, 70}, kOfBlocks, {128, 2}, /*gated=*/true},
+  };
+  uint32_t seed = 1;
+  for (const Case& c : cases) {
+    for (int schedule = 0; schedule < simt::Schedules(1); ++schedule) {
+      Run<__nv_fp8_e4m3, __nv_bfloat16>(c, seed++);
+      Run<__nv_fp8_e4m3, float>(c, seed++);
+      if (c.scales == kOfSums) Run<__nv_fp8_e5m2, __nv_bfloat16>(c, seed++);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }

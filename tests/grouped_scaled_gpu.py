@@ -1,0 +1,140 @@
+"""Checks the kernels of grouped_matmul for operands of 8 bits with scales, with every tile that is
+compiled, on one GPU, on random calls, against float64; a table comes last:
+
+python tests/grouped_scaled_gpu.py [--calls 150] [--seed 0] [--limit 200]
+
+Rows past the sum of the sizes hold NaN, and so do the rows of one group: neither may show anywhere
+else. Each call runs twice, and must give the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import random_checks
+from moe_gpu import draw_sizes
+
+import jflux
+from jflux import _native
+from jflux._call import tuning_tables
+from jflux._ops import _scaled
+from jflux._ops._epilogue import ACTIVATIONS
+from jflux._ops._scaled import BLOCK, Scales
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+def check(seed: int) -> tuple[str, str, float]:
+    """(tile, form, largest error in its bounds) of one random call; some of it must be exact."""
+    rng = np.random.default_rng(seed)
+    sizes, m = draw_sizes(rng)
+    groups, total = len(sizes), sum(sizes)
+    most = 30 if groups > 100 else 70
+    k, n = (16 * int(rng.choice([rng.integers(1, most), 8, 9, 16, 17])) for _ in range(2))
+    scales = (Scales.OF_SUMS, Scales.OF_BLOCKS)[seed % 2]
+    gated, with_row_scale = bool(rng.integers(2)), bool(rng.integers(2))
+    of_x = (E4M3, E5M2)[rng.integers(2)] if scales is Scales.OF_SUMS else E4M3
+    out = (jnp.bfloat16, jnp.bfloat16, jnp.float32)[rng.integers(3)]
+    tiles = [t for t in _native.GROUPED_TILES[scales] if not gated or t[0] % 128 == 0]
+    tile = (None, *tiles)[rng.integers(1 + len(tiles))]
+    activation = ("silu", "relu")[rng.integers(2)] if gated else None
+
+    def values(dtype, *shape):
+        return jnp.asarray(rng.standard_normal(shape, np.float32)).astype(dtype)
+
+    def scale_of(*shape):
+        return np.exp2(rng.uniform(-4, 4, shape)).astype(np.float32)
+
+    entries = (-(-n // BLOCK), -(-k // BLOCK)) if scales.has_blocks else (n, 1)
+    x_scale = scale_of(m, entries[1])
+    poisoned = int(rng.integers(groups)) if rng.integers(2) else -1
+    starts = np.cumsum([0, *sizes])
+    spoilt = np.arange(m) >= total
+    if poisoned >= 0:
+        spoilt[starts[poisoned] : starts[poisoned + 1]] = True
+    x_in, x_scale_in = values(of_x, m, k), x_scale.copy()
+    if rng.integers(2):
+        x_scale_in[spoilt] = np.nan
+    else:
+        x_in = jnp.where(spoilt[:, None], jnp.asarray(np.nan, of_x), x_in)
+    x = jflux.Scaled(x_in, jnp.asarray(x_scale_in))
+    ws = [
+        jflux.Scaled(values(E4M3, groups, n, k), jnp.asarray(scale_of(groups, *entries)))
+        for _ in range(1 + gated)
+    ]
+    row_scale = rng.standard_normal(m).astype(np.float32)
+    args = (x, ws if gated else ws[0], jnp.asarray(sizes, jnp.int32))
+    args += (jnp.asarray(row_scale),) * with_row_scale
+
+    def call(x, w, sizes, row_scale=None):
+        return jflux.grouped_matmul(
+            x, w, sizes, transpose_rhs=True, row_scale=row_scale, preferred_element_type=out,
+            activation=activation, gated=gated,
+        )  # fmt: skip
+
+    forced = (
+        tuning_tables.force(tuning_tables.Choice(*tile, 8)) if tile else contextlib.nullcontext()
+    )
+    with forced:
+        lowered = jax.jit(call).lower(*args)
+    if jax.default_backend() == "gpu" and "jflux_grouped_matmul_scaled" not in lowered.as_text():
+        raise AssertionError("no kernel takes the call")
+    program = lowered.compile()
+    y, again = (np.asarray(program(*args)) for _ in range(2))
+    if y.tobytes() != again.tobytes():
+        raise AssertionError("a second call gives other bits")
+
+    wide = [
+        np.asarray(a.values, np.float64)
+        * np.asarray(_scaled.spread(jnp.asarray(s), a.shape), np.float64)
+        for a, s in ((x, x_scale), *((w, w.scale) for w in ws))
+    ]
+    wide[0][spoilt] = 0
+
+    def products(x, w):
+        found = np.zeros((m, n))
+        for i, size in enumerate(sizes):
+            rows = slice(starts[i], starts[i] + size)
+            found[rows] = x[rows] @ w[i].T
+        return found
+
+    goal, *other = (products(wide[0], w) for w in wide[1:])
+    terms, *more = (products(np.abs(wide[0]), np.abs(w)) for w in wide[1:])
+    if gated:
+        with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+            goal = np.asarray(ACTIVATIONS[activation](jnp.asarray(goal))) * other[0]
+        terms = 3 * terms * more[0]
+    if with_row_scale:
+        goal, terms = (a * b[:, None] for a, b in ((goal, row_scale), (terms, np.abs(row_scale))))
+    # Tensor cores keep 13 bits or so of sums of 8-bit floats.
+    bound = (float(jnp.finfo(out).eps) / 2 + 2.0**-12) * terms + 1e-30
+    error = (np.abs(y.astype(np.float64) - goal) / bound)[~spoilt]
+    if not np.isfinite(error).all():
+        raise AssertionError(f"not finite at {np.argwhere(~np.isfinite(error))[:4]}")
+    worst = float(error.max(initial=0))
+    if worst > 1:
+        at = np.argwhere(error > 1)
+        raise AssertionError(f"{worst:.3g} bounds off, {len(at)} places, as {at[:4]}, {tile=}")
+    if np.any(y[total:] != 0):
+        raise AssertionError("y past the sum is not 0")
+    form = f"{scales.name.lower()} {np.dtype(of_x).name}{' gated' if gated else ''}"
+    return "x".join(map(str, tile or ("chosen",))), form, worst
+
+
+def main() -> int:
+    args = random_checks.parser(__doc__, calls=150, limit=200).parse_args()
+    jflux.config.update(strict=True, unchecked_kernels=True)
+    checks = random_checks.Checks(args.limit)
+    for seed in range(args.seed, args.seed + args.calls):
+        if not checks.go_on():
+            break
+        checks.run(f"seed {seed}", check, seed)
+    return checks.report("tile", "form")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
