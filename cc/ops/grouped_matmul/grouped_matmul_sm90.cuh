@@ -303,10 +303,8 @@ struct GroupedMatmulScaledSm90 : GroupedMatmulSm90<Config_, GroupedMatmulScaledA
     __device__ int64_t Actual(int64_t row) const { return row; }
   };
   // With kBlockScales.
-  static __device__ ScalesOfTile<Config> ScalesOf(const Args& args, const GemmSmem<Config>&, int32_t row_block, int m64,
-  static __device__ ScalesOfTile<Config> ScalesOf(const Args& args, int32_t row_block, int m64,
-                                                  Tile tile) {
-                                                  Tile tile) {
+  static __device__ ScalesOfTile<Config> ScalesOf(const Args& args, const GemmSmem<Config>&,
+                                                  int32_t row_block, int m64, Tile tile) {
     const int64_t k_blocks = CeilDiv(args.k, Config::kTileK);
     const int32_t n_blocks = CeilDiv(args.n, kScaleBlock), n0 = Base::FirstColumnOf(args, tile);
     const int64_t group = Base::GroupOf(args, tile) * n_blocks * k_blocks;
@@ -314,15 +312,15 @@ struct GroupedMatmulScaledSm90 : GroupedMatmulSm90<Config_, GroupedMatmulScaledA
     scales.rows.Set(args.x_scale, RowsOfGroup{tile.split}, Base::RowOf(row_block) + m64 * 64,
                     k_blocks);
     if (Config::kTwoWeights && args.gated) {
-    const int64_t at = group + n0 / kScaleBlock * k_blocks;
-    scales.left = args.w_scale[0] + at;
-    scales.right = args.w_scale[1] + at;
-    scales.boundary = Base::kHalf;
+      const int64_t at = group + n0 / kScaleBlock * k_blocks;
+      scales.left = args.w_scale[0] + at;
+      scales.right = args.w_scale[1] + at;
+      scales.boundary = Base::kHalf;
     } else {
-    scales.SetColumns(args.w_scale[0] + group, n0, args.n, Config::kTileN, k_blocks);
+      scales.SetColumns(args.w_scale[0] + group, n0, args.n, Config::kTileN, k_blocks);
     }
     return scales;
-}
+  }
 };
 
 JFLUX_GEMM_KERNEL(GroupedMatmulScaled);
