@@ -383,10 +383,17 @@ def test_the_gathered_operand_is_scaled():
         assert np.array_equal(exact(jax.tree.map(lambda a, r=rank: a[r], gathered)), want)
 
 
-def test_several_terms_are_summed_before_they_are_rounded():
-    xs = [quantized(i, (8, 256), (1, 128)) for i in range(2)]
-    ws = [quantized(i + 2, (256, 128), (128, 128)) for i in range(2)]
-    y = jflux.matmul_reduce_scatter(xs, ws, axis_name="tp", mesh=make_mesh((1,)))
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("ks", [(256, 384), (256, 200)], ids=str)
+def test_several_terms_are_summed_before_they_are_rounded(ks, world):
+    """By blocks; over ranks, where all have whole blocks, in a kernel."""
+    if world > 1 and any(k % 128 for k in ks):
+        pytest.skip("blocks of a rank are its own")
+    xs = [quantized(i, (8, k * world), (1, 128)) for i, k in enumerate(ks)]
+    ws = [quantized(i + 2, (k * world, 128), (128, 128)) for i, k in enumerate(ks)]
+    y = jflux.matmul_reduce_scatter(
+        xs, ws, axis_name="tp", mesh=make_mesh((world,)), preferred_element_type=jnp.float32
+    )
     want = sum(exact(x) @ exact(w) for x, w in zip(xs, ws, strict=True))
     terms = sum(np.abs(exact(x)) @ np.abs(exact(w)) for x, w in zip(xs, ws, strict=True))
     assert_near(y, want, terms)

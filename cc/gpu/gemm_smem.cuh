@@ -96,10 +96,10 @@ struct GemmConfig {
   static constexpr int kStagingBytesPerConsumer = kLendsStage ? kStripBytes : kStagingBytes;
   // A consumer's scales of two k-blocks' columns (gpu/block_scales_sm90.cuh).
   static constexpr int kScaleBytes = kScales == Scales::kOfVectors ? 2 * kTileN * 4 : 0;
-  static constexpr int kStages = (kHopper.smem_bytes - kBarrierBytes - kSendBoxes * kSendBoxBytes -
-                                  kConsumers * (kStagingBytesPerConsumer + kRemoteSliceBytes +
-                                                kScaleBytes)) /
-                                 (kABytes + kBBytes);
+  static constexpr int kStages =
+      (kHopper.smem_bytes - kBarrierBytes - kSendBoxes * kSendBoxBytes -
+       kConsumers * (kStagingBytesPerConsumer + kRemoteSliceBytes + kScaleBytes)) /
+      (kABytes + kBBytes);
   // The send semaphore's freedom from deadlock (gpu/send_semaphore.cuh). Consumers that share tiles
   // have all of a tile's k: their CTAs do not split it.
   static_assert(kStages * kBlockBytes <= kMostStagedBytes && (!kCooperative || kClusterK == 1));

@@ -84,10 +84,12 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
     const size_t added =
         (a.adds_bias ? 1 : 0) + (a.adds_residual ? 1 : 0) + (a.scales != 0 ? 2 : 0);
     const size_t count = args.size() < added ? 0 : (args.size() - added) / 2;
-    if (!IsScales(a.scales) || count < 1 || (a.scales != 0 && count > 1) || count > kMaxWeights ||
+    if (!IsScales(a.scales) || count < 1 || count > kMaxWeights ||
         args.size() != 2 * count + added) {
       return kDoNotFit;
     }
+    arrays.scales = static_cast<Scales>(a.scales);
+    const bool of_blocks = arrays.scales == Scales::kOfBlocks;
     arrays.terms = static_cast<int32_t>(count);
     arrays.y = y->untyped_data();
     int64_t k = 0;
@@ -96,6 +98,8 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
       const auto term = ParamsOf(a, x, w, *y);
       if (!term || (i > 0 && term->DTypeOfW() != p.DTypeOfW())) return kDoNotFit;
       p = *term;
+      // Scales are numbered by the k-blocks of all terms.
+      if (a.scales != 0 && count > 1 && !(of_blocks && p.k % kScaleBlock == 0)) return kNoKernel;
       arrays.products[i] = {x.untyped_data(), w.untyped_data(), p.k};
       k += p.k;
     }
@@ -116,8 +120,6 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
       }
       arrays.residual = residual.untyped_data();
     }
-    arrays.scales = static_cast<Scales>(a.scales);
-    const bool of_blocks = arrays.scales == Scales::kOfBlocks;
     if (arrays.scales == Scales::kOfVectors) return kNoKernel;
     if (a.scales != 0) {
       if (SizeOf(p.dtype) != 1) return kDoNotFit;

@@ -168,10 +168,11 @@ struct MatmulReduceScatterSm90 {
            args.view.rank * args.rows.PerRank();
   }
 
-  // With kBlockScales, where there is one term.
+  // With kBlockScales. Terms have whole k-blocks, or there is one.
   static __device__ BlockScales ScalesOf(const Args& args, const GemmSmem<Config>&,
                                          int32_t row_block, int m64, Tile tile) {
-    const int64_t k_blocks = CeilDiv<int64_t>(args.k[0], Config::kTileK);
+    int64_t k_blocks = 0;
+    for (int i = 0; i < args.terms; ++i) k_blocks += CeilDiv<int64_t>(args.k[i], Config::kTileK);
     BlockScales scales;
     scales.rows.Set(args.x_scale, args.rows,
                     static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64, k_blocks);

@@ -210,7 +210,8 @@ def _multiply(
 ) -> tuple[Sequence[jax.Array], Sequence[Any]]:
     """(the products, x as it was moved) of an op; each w is [n, k]."""
     options["transpose_rhs"] = True
-    terms = _one_term(xs, ws)
+    # A kernel that scatters takes several terms.
+    terms = (xs, ws) if op == "matmul_reduce_scatter" else _one_term(xs, ws)
     if op == "matmul" and len(terms[0]) > 1:
         wanted = (options["preferred_element_type"], options["precision"])
         return [_lax.sum_of_products(*terms, *wanted, transpose_rhs=True)], xs

@@ -185,11 +185,7 @@ def matmul_reduce_scatter(
     if isinstance(xs[0], Scaled):
         constants = _scaled.constants(*xs, *ws)
         xs, ws = constants[: len(xs)], constants[len(xs) :]
-        if len(xs) > 1:
-            no_kernel = "no kernel takes several terms with scales"
-        else:
-            no_kernel = _scaled.why_no_kernel(*xs, *ws, transpose_rhs=transpose_rhs)
-            scales = _scaled.scales_of(*xs, *ws, transpose_rhs=transpose_rhs, precision=precision)
+        no_kernel, scales = _of_terms(xs, ws, transpose_rhs, precision)
     if _product.is_for_lax(OP, axis_name, *xs, *ws, bias, residual, no_kernel=no_kernel):
         return reference(
             x, w, axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
@@ -201,8 +197,11 @@ def matmul_reduce_scatter(
     given = {"bias": bias, "residual": residual}
     added = [a for a in given.values() if a is not None]
     if scales:
-        added += [_scaled.of_rows(xs[0], scales), _scaled.of_columns(ws[0], transpose_rhs, scales)]
-        xs, ws = (xs[0].values,), (ws[0].values,)
+        of_rows = [_scaled.of_rows(one, scales) for one in xs]
+        of_columns = [_scaled.of_columns(one, transpose_rhs, scales) for one in ws]
+        # By blocks of k, over all terms.
+        added += [jnp.concatenate(a, -1) if len(a) > 1 else a[0] for a in (of_rows, of_columns)]
+        xs, ws = tuple(one.values for one in xs), tuple(one.values for one in ws)
     for one, weight in zip(xs, ws, strict=True):
         _product.warn_if_same(OP, axis_name, "x", one, weight)
     params = Params(
@@ -415,9 +414,30 @@ def _scales(operands: Sequence[Any], params: Params) -> Sequence[Any]:
     return operands[len(operands) - 2 :] if params.scales else []
 
 
-def _scaled_product(x: Any, w: Any, scales: Sequence[Any], params: Params) -> Any:
+def _of_terms(
+    xs: Sequence[Scaled], ws: Sequence[Scaled], transpose_rhs: bool, precision: lax.PrecisionLike
+) -> tuple[str | None, Scales]:
+    """Why no kernel takes the scales of these terms, or None; and their kind."""
+    for x, w in zip(xs, ws, strict=True):
+        no_kernel = _scaled.why_no_kernel(x, w, transpose_rhs=transpose_rhs)
+        scales = _scaled.scales_of(x, w, transpose_rhs=transpose_rhs, precision=precision)
+        is_whole = scales is Scales.OF_BLOCKS and x.shape[-1] % _scaled.BLOCK == 0
+        if no_kernel is None and len(xs) > 1 and not is_whole:
+            no_kernel = (
+                "of several terms with scales kernels take those of blocks, of whole blocks of "
+                f"{_scaled.BLOCK} of k"
+            )
+        if no_kernel is not None:
+            break
+    return no_kernel, scales
+
+
+def _scaled_product(
+    xs: Sequence[Any], ws: Sequence[Any], scales: Sequence[Any], params: Params
+) -> Any:
     """A rank's product, in y's type."""
     of_rows, of_columns = scales
+    x, w = _lax.end_to_end(xs, ws, params.transpose_rhs)
     product = _scaled.product(x, w, of_rows, of_columns, params.precision, params.transpose_rhs)
     return product.astype(params.out_dtype)
 
@@ -434,7 +454,7 @@ def _reference(arrays: Arrays, params: Params) -> list[Any]:
     operands = arrays
     xs, ws, added = _terms(operands, params)
     if params.scales:
-        partial = _scaled_product(xs[0], ws[0], _scales(operands, params), params)
+        partial = _scaled_product(xs, ws, _scales(operands, params), params)
     else:
         partial = _lax.sum_of_products(
             xs, ws, params.out_dtype, params.precision, params.transpose_rhs
@@ -448,7 +468,7 @@ def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     operands = arrays
     xs, ws, added = _terms(operands, params)
     if params.scales:
-        partial = _scaled_product(xs[0], ws[0], _scales(operands, params), params)
+        partial = _scaled_product(xs, ws, _scales(operands, params), params)
     else:
         partial = _sum_of_products(xs, ws, params)
     names, world = params.axis_names, params.world
@@ -588,7 +608,7 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
         def end_to_end(*operands: Any) -> Any:
             xs, ws, added = _terms(operands, params)
             one_term = _lax.end_to_end(xs, ws, params.transpose_rhs)
-            return bind(_product.END_TO_END, *one_term, *added)
+            return bind(_product.END_TO_END, *one_term, *added, *_scales(operands, params))
 
         return end_to_end
     if not machine.on_gpus:

@@ -28,7 +28,7 @@ struct Case {
   Scales scales = Scales::kNone;  // powers of two, which differ by row, column and block
 
   int64_t KBlocks() const {
-    return scales == Scales::kOfBlocks ? CeilDiv<int64_t>(k, kScaleBlock) : 1;
+    return scales == Scales::kOfBlocks ? CeilDiv<int64_t>(k + second_k, kScaleBlock) : 1;
   }
   DType DTypeOfW() const { return dtype == DType::kF8E5M2 ? DType::kF8E4M3FN : dtype; }
   int64_t ColumnBlock() const { return scales == Scales::kOfBlocks ? kScaleBlock : 1; }
@@ -87,22 +87,31 @@ class DeviceCall : public MatmulReduceScatterCall {
  private:
   // Draws operands and scales anew, and sums their products.
   void Scale(uint32_t seed) {
-    const int64_t rows = c_.rows.Total(), blocks = c_.KBlocks();
-    const int64_t size = blocks == 1 ? c_.k : kScaleBlock;
+    const int64_t rows = c_.rows.Total(), blocks = c_.KBlocks(), k = c_.k + c_.second_k;
+    const int64_t size = blocks == 1 ? k : kScaleBlock;
+    const auto columns = [&](const Values& a, int64_t first, int64_t last) {
+      Values part;
+      for (size_t row = 0; row < a.size() / k; ++row) {
+        part.insert(part.end(), a.begin() + row * k + first, a.begin() + row * k + last);
+      }
+      return part;
+    };
     for (int64_t i = 0; i < rows * blocks; ++i) x_scale_.push_back(std::ldexp(1.0f, i % 5 - 2));
     for (int64_t i = 0; i < CeilDiv<int64_t>(c_.n, c_.ColumnBlock()) * blocks; ++i) {
       w_scale_.push_back(std::ldexp(1.0f, i % 3 - 1));
     }
     sum_.assign(sum_.size(), 0);
     for (int rank = 0; rank < c_.rows.world; ++rank) {
-      const Values x = RandomIntegers(rows * c_.k, 2, seed * 100 + rank);
-      const Values w = RandomIntegers(c_.k * c_.n, 1, seed * 100 + 50 + rank);
-      x_[rank] = Array(c_.dtype, x);
-      w_[rank] = Array(c_.DTypeOfW(), w);
+      const Values x = RandomIntegers(rows * k, 2, seed * 100 + rank);
+      const Values w = RandomIntegers(k * c_.n, 1, seed * 100 + 50 + rank);
+      x_[rank] = Array(c_.dtype, columns(x, 0, c_.k));
+      w_[rank] = Array(c_.DTypeOfW(), columns(w, 0, c_.k));
+      second_x_[rank] = Array(c_.dtype, columns(x, c_.k, k));
+      second_w_[rank] = Array(c_.DTypeOfW(), columns(w, c_.k, k));
       for (int64_t i = 0; i < rows * c_.n; ++i) {
         const int64_t row = i / c_.n, column = i % c_.n;
-        for (int64_t l = 0; l < c_.k; ++l) {  // w is [n, k]
-          sum_[i] += x[row * c_.k + l] * w[column * c_.k + l] * x_scale_[row * blocks + l / size] *
+        for (int64_t l = 0; l < k; ++l) {  // w is [n, k]
+          sum_[i] += x[row * k + l] * w[column * k + l] * x_scale_[row * blocks + l / size] *
                      w_scale_[column / c_.ColumnBlock() * blocks + l / size];
         }
       }
@@ -143,7 +152,9 @@ const Case kCases[] = {
     {{3, 1, 24}, 272, 144, kE4M3, kBF16, true, {128, 1, 1, 2}, 0, 0, false, false, kLate, kOfSums},
     {{2, 1, 100}, 144, 400, kE4M3, kF32, true, {192, 1, 1}, 0, 0, false, false, {}, kOfBlocks},
     {{3, 1, 70}, 272, 272, kE4M3, kF32, true, {128, 2, 1}, 0, 0, true, true, kLate, kOfBlocks},
+    {{2, 1, 100}, 128, 208, kE4M3, kF32, true, {192, 1, 1}, 0, 256, false, false, {}, kOfBlocks},
     {{2, 1, 100}, 144, 208, kE5M2, kBF16, true, {192, 1, 1}, 0, 0, false, false, {}, kOfSums},
+    {{3, 1, 70}, 272, 272, kE5M2, kF32, true, {128, 1, 1}, 0, 0, false, false, {}, kOfBlocks},
     {{3, 1, 110}, 144, 144, kE4M3, kBF16, true, {128, 1, 1}, /*senders=*/1, 80, false, true},
 };
 

@@ -102,6 +102,7 @@ TEST(MultipliesAndScales) {
       {300, 400, {656}, kOfBlocks, {160, 2, 1}},
       {70, 272, {272, 272}, kOfBlocks, {128, 2, 1}, /*gated=*/true},
       {300, 400, {208, 656}, Scales::kOfVectors, {128, 2, 1}},
+      {150, 1040, {400}, Scales::kOfVectors, {192, 1, 1}},
   };
   uint32_t seed = 1;
   for (const Case& c : cases) {
