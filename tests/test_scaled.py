@@ -297,7 +297,7 @@ RECIPES = {
 }  # fmt: skip
 
 
-def operands_of_ranks(op, recipe, world, rows=24, k=256, n=128):
+def operands_of_ranks(op, recipe, world, rows=24, k=256, n=128, dtype=E4M3):
     """Each rank quantises its own: [(x, w) of a rank]."""
     x_spec, w_spec = OPS[op][:2]
     x, w = normal(0, rows * world, k * world), normal(1, k * world, n * world)
@@ -308,18 +308,18 @@ def operands_of_ranks(op, recipe, world, rows=24, k=256, n=128):
             for axis, name in enumerate(spec):
                 if name == "tp":
                     array = np.split(array, world, axis)[rank]
-            options = {"dtype": E4M3, "block": RECIPES[recipe][block]}
+            options = {"dtype": dtype, "block": RECIPES[recipe][block]}
             mine.append(jflux.quantize(jnp.asarray(array) * (1 + rank), **options))
         shards.append(tuple(mine))
     return shards
 
 
 @pytest.mark.parametrize("world", [n for n in (1, 3, 4) if n <= RANKS])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "dtype"), [*((r, E4M3) for r in RECIPES), ("row", INT8)])
 @pytest.mark.parametrize("op", OPS)
-def test_products_over_ranks(op, recipe, world):
+def test_products_over_ranks(op, recipe, dtype, world):
     _, _, options, before, after = OPS[op]
-    shards = operands_of_ranks(op, recipe, world)
+    shards = operands_of_ranks(op, recipe, world, dtype=dtype)
     stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *shards)
 
     def local(module, operands):

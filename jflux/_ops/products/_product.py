@@ -195,9 +195,10 @@ def out_dtype(
 
 def default_dtype(op: str, x: Any, ws: Sequence[Any]) -> np.dtype | None:
     """The type of the results of an `op` that takes operands of 8 bits, if its call names none.
-    None: that of `lax.dot_general`."""
+    None: that of `lax.dot_general`, or of scaled operands."""
     row = _native.FORMATS.get(x.dtype.name)
-    if row is None or row.is_wide or x.dtype not in _native.dtypes(op, "cpu"):
+    is_wide = row is None or row.is_wide
+    if is_wide or isinstance(x, _scaled.Scaled) or x.dtype not in _native.dtypes(op, "cpu"):
         return None
     found = {_native.result_dtype(x.dtype, w.dtype) for w in ws}
     return found.pop() if len(found) == 1 else None

@@ -94,7 +94,7 @@ def matmul(
             )
     columns = [_product.columns(one, transpose_rhs) for one in ws]
     _epilogue.check_shapes(OP, columns, biases, gated)
-    if preferred_element_type is None and not isinstance(x, Scaled):
+    if preferred_element_type is None:
         preferred_element_type = _product.default_dtype("all_gather_matmul", x, ws)
     out = _product.out_dtype(OP, (x, *ws), preferred_element_type, precision)
     if recipe is not None:
