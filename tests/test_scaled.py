@@ -555,22 +555,27 @@ def test_the_call_says_that_no_kernel_takes_it():
 
 
 @pytest.mark.parametrize(
-    ("transpose_rhs", "of_x", "of_w", "scales"),
-    [(False, (1, -1), (-1, 1), 1), (True, (1, -1), (-1, 1), 1), (True, (1, 128), (128, 128), 2)],
+    ("dtype", "transpose_rhs", "of_x", "of_w", "scales"),
+    [
+        (E4M3, False, (1, -1), (-1, 1), 1),
+        (E4M3, True, (1, -1), (-1, 1), 1),
+        (E4M3, True, (1, 128), (128, 128), 2),
+        (INT8, False, (1, -1), (-1, 1), 1),
+    ],
 )
-def test_gpus_take_scales(transpose_rhs, of_x, of_w, scales, lowered_without_gpus):
+def test_gpus_take_scales(dtype, transpose_rhs, of_x, of_w, scales, lowered_without_gpus):
     """Also of weights that have to be transposed and padded."""
 
     def local(x, gate, up, down):
         options = {"axis_name": "tp", "transpose_rhs": transpose_rhs}
         y = jflux.all_gather_matmul(x, (gate, up), activation="silu", gated=True, **options)
-        y = jflux.quantize(y, E4M3, block=of_x)
+        y = jflux.quantize(y, dtype, block=of_x)
         return jflux.matmul_reduce_scatter(y, down, **options)
 
     columns, rows = (P("tp"), P(None, "tp"))[:: 1 if transpose_rhs else -1]
-    x = quantized(0, (4096, 520), of_x)
+    x = quantized(0, (4096, 520), of_x, dtype)
     shapes = ((520, 1040), (520, 1040), (1040, 500))
-    ws = [quantized(i, shape, of_w) for i, shape in enumerate(shapes)]
+    ws = [quantized(i, shape, of_w, dtype) for i, shape in enumerate(shapes)]
     # One scale of columns for both ranks' k, or one of each rank's blocks.
     of_down = jflux.Scaled(rows, P() if scales == 1 else rows)
     if scales == 2:
@@ -591,9 +596,8 @@ def test_gpus_take_scales(transpose_rhs, of_x, of_w, scales, lowered_without_gpu
         assert ("w is transposed first" in call.plan.reason) == (not transpose_rhs)
         assert "padded" in call.plan.reason
         (line,) = (one for one in text.splitlines() if f"@jflux_{call.op}(" in one)
-        assert (
-            f"scales = {scales}" in line and "transpose_rhs = true" in line and "f8E4M3FN" in line
-        )
+        of_values = "xi8>" if dtype == INT8 else "xf8E4M3FN>"
+        assert f"scales = {scales}" in line and "transpose_rhs = true" in line and of_values in line
 
 
 def test_a_split_x_stays_split():
@@ -632,8 +636,9 @@ def test_kinds_of_scales():
                 x, one, transpose_rhs=False, precision=lax.Precision.HIGHEST
             )
         assert precise is kind
-    wide = quantized(0, (64, 272), (1, 128), E5M2)
-    assert "e4m3" in _scaled.why_no_kernel(wide, one, transpose_rhs=False)
+    for dtype in (E5M2, INT8):
+        wide = quantized(0, (64, 272), (1, 128), dtype)
+        assert "e4m3" in _scaled.why_no_kernel(wide, one, transpose_rhs=False)
 
 
 def test_unchecked_kernels_are_asked_for(lowered_without_gpus):

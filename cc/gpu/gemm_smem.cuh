@@ -29,6 +29,9 @@ template <typename T_, int kTileN_, int kClusterM_, bool kTransposeRhs_, bool kM
           int kClusterK_ = 1, bool kTransposeLhs_ = false, Scales kScales_ = Scales::kOfSums>
 struct GemmConfig {
   using T = T_;
+  // Whether sums are whole numbers, and their type.
+  static constexpr bool kWhole = std::is_same_v<T, int8_t>;
+  using Sum = std::conditional_t<kWhole, int32_t, float>;
   // The 16-bit type in which results are staged.
   using Result = std::conditional_t<sizeof(T) == 1, __nv_bfloat16, T>;
   static_assert(sizeof(T) != 1 ||
