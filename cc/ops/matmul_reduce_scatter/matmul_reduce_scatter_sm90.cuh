@@ -187,22 +187,21 @@ struct MatmulReduceScatterSm90 {
     static __device__ void Finish(const Args& args, const CallContext& call,
                                   StagingWriter<Config>& staging, Slices<Config>& acc,
                                   int32_t row_block, Tile tile, AwaitPartials&& await_partials) {
-      if constexpr (Config::kScaled) {
-#pragma unroll
-        for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
-          if (args.w_scale == nullptr) break;
-          const int64_t row0 =
-              static_cast<int64_t>(row_block) * Config::kTileM + staging.M64At(i) * 64;
-          ScaleM64<Config::kSliceN>(
-              acc[i], args.x_scale, args.w_scale, FirstColumn<Config>(tile), args.n, [&](int r) {
-                return row0 + r < args.rows.Total() ? args.rows.Actual(row0 + r) : -1;
-              });
-        }
-      }
       // Send before waiting: a peer may be waiting for this partial tile while this rank waits for
-      // the peer's partial tile of the same tile.
+      // the peer's partial tile of the same tile. A loop of its own over the scales would spill 7
+      // KB of registers.
 #pragma unroll
       for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
+        if constexpr (Config::kScaled) {
+          const int64_t row0 =
+              static_cast<int64_t>(row_block) * Config::kTileM + staging.M64At(i) * 64;
+          if (args.w_scale != nullptr) {
+            ScaleM64<Config::kSliceN>(
+                acc[i], args.x_scale, args.w_scale, FirstColumn<Config>(tile), args.n, [&](int r) {
+                  return row0 + r < args.rows.Total() ? args.rows.Actual(row0 + r) : -1;
+                });
+          }
+        }
         if (!HasOtherOwners(args, RowsOf(args, row_block, staging.M64At(i)))) continue;
         if (args.out_f32) {
           F::template Stage<true>(acc[i], 0, ContiguousStaging<Config>(staging.Acquire()));
