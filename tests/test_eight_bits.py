@@ -225,14 +225,15 @@ def _planned(x_dtype, w_dtype, out, machine, module=all_gather_matmul, precision
 def test_gpus_multiply_8_bits(x_dtype, w_dtype, module):
     """Sums of int8 are exact, so that precision="highest" wants no other kernel."""
     planned = functools.partial(_planned, x_dtype, w_dtype, machine=GPU, module=module)
-    for out in (BF16, F32):
+    for out in (BF16, F16, F32):
         assert planned(out).path == Path.FUSED
         assert (planned(out, precision="highest").path == Path.FUSED) == (x_dtype == S8)
     plan = planned(S32)
     assert plan.path == Path.REFERENCE
-    assert plan.reason == "results are int32, the kernels give bfloat16, float32"
+    assert plan.reason == "results are int32, the kernels give float16, bfloat16, float32"
     with jflux.config(unchecked_kernels=False):
         assert (planned(BF16).path == Path.FUSED) == (x_dtype == E4M3)
+        assert planned(F16).path == Path.DECOMPOSED
 
 
 def test_a_plan_names_all_formats():

@@ -319,6 +319,8 @@ def operands_of_ranks(op, recipe, world, rows=24, k=256, n=128, dtype=E4M3):
 @pytest.mark.parametrize("op", OPS)
 def test_products_over_ranks(op, recipe, dtype, world):
     _, _, options, before, after = OPS[op]
+    result = jnp.float16 if dtype == INT8 else jnp.bfloat16
+    options = options | ({"preferred_element_type": result} if dtype == INT8 else {})
     shards = operands_of_ranks(op, recipe, world, dtype=dtype)
     stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *shards)
 
@@ -342,9 +344,9 @@ def test_products_over_ranks(op, recipe, dtype, world):
         )  # fmt: skip
         with jflux.config(strict=(op, recipe) in KERNELS):
             y = run(jax.jit(f), stacked)
-        assert y.dtype == jnp.bfloat16
+        assert y.dtype == result
         for rank in range(world):
-            # A sum over ranks is one of bfloat16.
+            # A sum over ranks is one of y's type.
             assert_near(y[rank], want[rank], terms[rank] * (4 if op in sums() else 1))
 
 

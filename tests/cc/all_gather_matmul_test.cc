@@ -112,7 +112,7 @@ TEST(FormatsThatAreRefused) {
   p.dtype = p.w_dtype.emplace(DType::kS8);
   EXPECT_EQ(WhyNoKernel(p), "");
   p.out_dtype = DType::kS32;
-  EXPECT_EQ(WhyNoKernel(p), "results are int32, the kernels give bfloat16, float32");
+  EXPECT_EQ(WhyNoKernel(p), "results are int32, the kernels give float16, bfloat16, float32");
   const auto why_not = [](DType x, DType w, DType y) {
     return WhyNotFormats(kAllGatherMatmulCpuFormats, kAllFormats, x, w, y);
   };

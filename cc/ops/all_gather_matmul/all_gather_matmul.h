@@ -102,7 +102,7 @@ bool AllGatherMatmulCpu(const AllGatherMatmulParams& params, const CpuTiling& ti
 
 inline constexpr OpFormats kAllGatherMatmulFormats{
     kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
-    SetOf(DType::kBF16, DType::kF32)};
+    SetOf(DType::kF16, DType::kBF16, DType::kF32)};
 inline constexpr OpFormats kAllGatherMatmulCpuFormats{
     kWideFormats | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
     SetOf(DType::kF16, DType::kBF16, DType::kF32, DType::kS32)};

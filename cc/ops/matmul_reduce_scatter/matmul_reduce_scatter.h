@@ -124,7 +124,7 @@ bool ScatterTilesCpu(const MatmulReduceScatterParams& params, const ScatterTilin
 
 inline constexpr OpFormats kMatmulReduceScatterFormats{
     kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
-    SetOf(DType::kBF16, DType::kF32)};
+    SetOf(DType::kF16, DType::kBF16, DType::kF32)};
 inline std::string WhyNoKernel(const MatmulReduceScatterParams& p,
                                FormatSet machine = kWgmmaFormats) {
   if (p.rows.outer > 1 && p.rows.inner % kGemmTileM != 0) return kStraddlingTiles;

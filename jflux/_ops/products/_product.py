@@ -249,7 +249,7 @@ def why_unchecked(arrays: Arrays, params: Any, machine: Machine) -> str | None:
     if not machine.on_gpus or arrays[0].dtype.itemsize > 1:
         return None
     why = why_imprecise(params.precision, params.scales, arrays[0].dtype)
-    return why or _scaled.why_unchecked(arrays[0].dtype, params.scales)
+    return why or _scaled.why_unchecked(arrays[0].dtype, params.scales, params.out_dtype)
 
 
 def why_imprecise(precision: Any, scales: Scales, dtype: np.dtype) -> str | None:

@@ -208,7 +208,7 @@ def all_gather_matmul(
       gated: two weights make one y: the first product, activated, times the second.
       preferred_element_type: the type of y; by default x's, for operands of 8 bits bfloat16, for
         int8 int32. Sums are in float32 (float64 for float64, int32 for int8) whatever it is. For
-        8 bits kernels give bfloat16, float32 and, on CPUs, float16 (for int8 int32 too).
+        8 bits kernels give bfloat16, float16 and float32 (on CPUs, for int8, int32 too).
       precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels. Of 8-bit
         floats "highest" leaves out kernels that sum with fewer bits.
       recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are

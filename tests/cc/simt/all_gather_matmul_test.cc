@@ -184,6 +184,8 @@ TEST(MultipliesAndScalesEightBits) {
     }
   }
   EXPECT((RunOf<__nv_fp8_e5m2, __nv_bfloat16>(kScaledCases[0], seed)) == 0);
+  EXPECT((RunOf<__nv_fp8_e4m3, __half>(kScaledCases[1], seed)) == 0);
+  EXPECT((RunOf<__nv_fp8_e4m3, __half>(kScaledCases[5], seed)) == 0);
 }
 
 TEST(MultipliesWholeNumbers) {

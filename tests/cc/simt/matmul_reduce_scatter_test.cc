@@ -143,7 +143,7 @@ const Case kCases[] = {
     {{3, 1, 24}, 272, 144, kE4M3, kBF16, true, {128, 1, 1, 2}, 0, 0, false, false, kLate, kOfSums},
     {{2, 1, 100}, 144, 400, kE4M3, kF32, true, {192, 1, 1}, 0, 0, false, false, {}, kOfBlocks},
     {{3, 1, 70}, 272, 272, kE4M3, kF32, true, {128, 2, 1}, 0, 0, true, true, kLate, kOfBlocks},
-    {{2, 1, 100}, 144, 208, kE5M2, kBF16, true, {192, 1, 1}, 0, 0, false, false, {}, kOfSums},
+    {{2, 1, 100}, 144, 208, kE5M2, kF16, true, {192, 1, 1}, 0, 0, true, true, {}, kOfSums},
     {{3, 1, 110}, 144, 144, kE4M3, kBF16, true, {128, 1, 1}, /*senders=*/1, 80, false, true},
     {{3, 1, 70}, 144, 272, kS8, kF32, true, {224, 2, 1}, 0, 0, true, true, kLate, kOfSums},
     {{3, 1, 24}, 272, 144, kS8, kBF16, true, {128, 1, 1, 2}, 0, 0, false, false, kLate, kOfSums},
