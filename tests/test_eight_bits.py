@@ -15,10 +15,10 @@ from jflux import _native
 from jflux._call.explain import explain
 from jflux._call.plans import Machine, Path
 from jflux._ops._spec import all_ops
-from jflux._ops.products import all_gather_matmul, matmul_all_to_all
+from jflux._ops.products import all_gather_matmul, matmul_all_to_all, matmul_reduce_scatter
 from jflux._stress.calls import per_device
 
-pytestmark = pytest.mark.wide  # GPUs have no kernels for 8 bits yet
+pytestmark = pytest.mark.wide  # GPUs have kernels for some of these alone
 
 E4M3, E5M2, S8 = (np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8))
 BF16, F16, F32, S32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32, np.int32))
@@ -211,24 +211,30 @@ def test_gradients(x_dtype, w_dtype):
 # ---- Plans ---------------------------------------------------------------------------------------
 
 
-def _planned(x_dtype, w_dtype, out, machine, module=all_gather_matmul):
+def _planned(x_dtype, w_dtype, out, machine, module=all_gather_matmul, precision=None):
     shapes = (jax.ShapeDtypeStruct((256, 512), x_dtype), jax.ShapeDtypeStruct((512, 512), w_dtype))
     fields = {"axis_names": ("tp",), "world": 2, "out_dtype": np.dtype(out), "results": ("y",)}
     fields |= {"gather_dimension": 0, "split": 1, "concat": 0, "transpose_rhs": True}
+    fields |= {"scatter_dimension": 0, "precision": precision}
     known = inspect.signature(module.Params).parameters
     params = module.Params(**{name: value for name, value in fields.items() if name in known})
     return module._op.plan(shapes, params, machine)
 
 
-def test_gpus_multiply_8_bit_floats_alone():
-    taken = "float16, bfloat16, float8_e4m3fn, float8_e5m2"
-    for x_dtype, w_dtype in PAIRS:
-        plan = _planned(x_dtype, w_dtype, BF16, GPU)
-        if x_dtype != S8:
-            assert plan.path == Path.FUSED
-        else:
-            assert plan.path == Path.REFERENCE and plan.unsupported
-            assert plan.reason == f"operands are {x_dtype}, the kernels take {taken}"
+@pytest.mark.parametrize("module", [all_gather_matmul, matmul_reduce_scatter], ids=lambda m: m.OP)
+@EACH_PAIR
+def test_gpus_multiply_8_bits(x_dtype, w_dtype, module):
+    """Sums of int8 are exact, so that precision="highest" wants no other kernel."""
+    planned = functools.partial(_planned, x_dtype, w_dtype, machine=GPU, module=module)
+    for out in (BF16, F16, F32):
+        assert planned(out).path == Path.FUSED
+        assert (planned(out, precision="highest").path == Path.FUSED) == (x_dtype == S8)
+    plan = planned(S32)
+    assert plan.path == Path.REFERENCE
+    assert plan.reason == "results are int32, the kernels give float16, bfloat16, float32"
+    with jflux.config(unchecked_kernels=False):
+        assert (planned(BF16).path == Path.FUSED) == (x_dtype == E4M3)
+        assert planned(F16).path == Path.DECOMPOSED
 
 
 def test_a_plan_names_all_formats():
@@ -272,4 +278,4 @@ def test_collectives_move_them_and_sum_none(dtype):
 def test_the_spec_names_the_types():
     spec = all_ops()["all_gather_matmul"]
     assert spec.takes("cpu", E4M3) and spec.takes("cuda", E4M3)
-    assert spec.takes("cpu", S8) and not spec.takes("cuda", S8)
+    assert spec.takes("cpu", S8) and spec.takes("cuda", S8)

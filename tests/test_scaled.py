@@ -300,7 +300,7 @@ RECIPES = {
 }  # fmt: skip
 
 
-def operands_of_ranks(op, recipe, world, rows=24, k=256, n=128):
+def operands_of_ranks(op, recipe, world, rows=24, k=256, n=128, dtype=E4M3):
     """Each rank quantises its own: [(x, w) of a rank]."""
     x_spec, w_spec = OPS[op][:2]
     x, w = normal(0, rows * world, k * world), normal(1, k * world, n * world)
@@ -311,18 +311,20 @@ def operands_of_ranks(op, recipe, world, rows=24, k=256, n=128):
             for axis, name in enumerate(spec):
                 if name == "tp":
                     array = np.split(array, world, axis)[rank]
-            options = {"dtype": E4M3, "block": RECIPES[recipe][block]}
+            options = {"dtype": dtype, "block": RECIPES[recipe][block]}
             mine.append(jflux.quantize(jnp.asarray(array) * (1 + rank), **options))
         shards.append(tuple(mine))
     return shards
 
 
 @pytest.mark.parametrize("world", [n for n in (1, 3, 4) if n <= RANKS])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "dtype"), [*((r, E4M3) for r in RECIPES), ("row", INT8)])
 @pytest.mark.parametrize("op", OPS)
-def test_products_over_ranks(op, recipe, world):
+def test_products_over_ranks(op, recipe, dtype, world):
     _, _, options, before, after = OPS[op]
-    shards = operands_of_ranks(op, recipe, world)
+    result = jnp.float16 if dtype == INT8 else jnp.bfloat16
+    options = options | ({"preferred_element_type": result} if dtype == INT8 else {})
+    shards = operands_of_ranks(op, recipe, world, dtype=dtype)
     stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *shards)
 
     def local(module, operands):
@@ -345,9 +347,9 @@ def test_products_over_ranks(op, recipe, world):
         )  # fmt: skip
         with jflux.config(strict=(op, recipe) in KERNELS):
             y = run(jax.jit(f), stacked)
-        assert y.dtype == jnp.bfloat16
+        assert y.dtype == result
         for rank in range(world):
-            # A sum over ranks is one of bfloat16.
+            # A sum over ranks is one of y's type.
             assert_near(y[rank], want[rank], terms[rank] * (4 if op in sums() else 1))
 
 
@@ -565,22 +567,27 @@ def test_the_call_says_that_no_kernel_takes_it():
 
 
 @pytest.mark.parametrize(
-    ("transpose_rhs", "of_x", "of_w", "scales"),
-    [(False, (1, -1), (-1, 1), 1), (True, (1, -1), (-1, 1), 1), (True, (1, 128), (128, 128), 2)],
+    ("dtype", "transpose_rhs", "of_x", "of_w", "scales"),
+    [
+        (E4M3, False, (1, -1), (-1, 1), 1),
+        (E4M3, True, (1, -1), (-1, 1), 1),
+        (E4M3, True, (1, 128), (128, 128), 2),
+        (INT8, False, (1, -1), (-1, 1), 1),
+    ],
 )
-def test_gpus_take_scales(transpose_rhs, of_x, of_w, scales, lowered_without_gpus):
+def test_gpus_take_scales(dtype, transpose_rhs, of_x, of_w, scales, lowered_without_gpus):
     """Also of weights that have to be transposed and padded."""
 
     def local(x, gate, up, down):
         options = {"axis_name": "tp", "transpose_rhs": transpose_rhs}
         y = jflux.all_gather_matmul(x, (gate, up), activation="silu", gated=True, **options)
-        y = jflux.quantize(y, E4M3, block=of_x)
+        y = jflux.quantize(y, dtype, block=of_x)
         return jflux.matmul_reduce_scatter(y, down, **options)
 
     columns, rows = (P("tp"), P(None, "tp"))[:: 1 if transpose_rhs else -1]
-    x = quantized(0, (4096, 520), of_x)
+    x = quantized(0, (4096, 520), of_x, dtype)
     shapes = ((520, 1040), (520, 1040), (1040, 500))
-    ws = [quantized(i, shape, of_w) for i, shape in enumerate(shapes)]
+    ws = [quantized(i, shape, of_w, dtype) for i, shape in enumerate(shapes)]
     # One scale of columns for both ranks' k, or one of each rank's blocks.
     of_down = jflux.Scaled(rows, P() if scales == 1 else rows)
     if scales == 2:
@@ -601,9 +608,8 @@ def test_gpus_take_scales(transpose_rhs, of_x, of_w, scales, lowered_without_gpu
         assert ("w is transposed first" in call.plan.reason) == (not transpose_rhs)
         assert "padded" in call.plan.reason
         (line,) = (one for one in text.splitlines() if f"@jflux_{call.op}(" in one)
-        assert (
-            f"scales = {scales}" in line and "transpose_rhs = true" in line and "f8E4M3FN" in line
-        )
+        of_values = "xi8>" if dtype == INT8 else "xf8E4M3FN>"
+        assert f"scales = {scales}" in line and "transpose_rhs = true" in line and of_values in line
 
 
 def test_a_split_x_stays_split():

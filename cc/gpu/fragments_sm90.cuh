@@ -13,9 +13,8 @@
 
 namespace jflux {
 
-template <typename Config>
+template <typename Config, typename T = typename Config::Result>
 struct Fragments {
-  using T = typename Config::Result;
   static constexpr int kWarpBytes = Config::kStagingBytes / 4;
 
   // Writes one staging: both row halves, or in float32 the row half `round`.

@@ -56,8 +56,8 @@ inline constexpr bool HasVectorScales(DType t) { return t == DType::kF8E4M3FN; }
 // Whether a tile of this many columns can have them: a thread then has a tile's sums twice, those
 // of one block and those of all before it; and the scales of its columns.
 inline constexpr bool CanHave(Scales s, int32_t tile_n) {
-  return !HasEntriesOfK(s) || (s == Scales::kOfVectors ? tile_n == 128 || tile_n == 192
-                                                       : !IsShared(tile_n));
+  return !HasEntriesOfK(s) ||
+         (s == Scales::kOfVectors ? tile_n == 128 || tile_n == 192 : !IsShared(tile_n));
 }
 // The elements of k, or of another dimension, that share an entry of such a scale. Those of k are a
 // k-block of the main loop.

@@ -127,7 +127,20 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
         release(stage, arrivals);
       });
     } else {
-      for (int kb = 0; kb < k_blocks; ++kb) {
+      // Here the first k-block is known to read no accumulators. Those of int32 would else live
+      // through the epilogue, beside the numbers that it makes of them.
+      constexpr bool kBeforeLoop = kFirstWrites && Config::kWhole;
+      if constexpr (kBeforeLoop) {
+        ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
+        Operands::BeforeMultiply();
+        wgmma::Fence();
+        MultiplyStage<Config>(acc, smem.A(stages.index) + staging.M64At(0) * 8192,
+                              smem.B(stages.index), /*adds=*/false);
+        wgmma::Commit();
+        last = stages.index;
+        stages.Advance();
+      }
+      for (int kb = kBeforeLoop ? 1 : 0; kb < k_blocks; ++kb) {
         ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
         Operands::BeforeMultiply();
         if constexpr (kIsRagged<Operands>) {
@@ -165,13 +178,17 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
     const auto await_partials = [&] {
       ptx::MbarrierWait(smem.PartialsReady(entry.index), entry.parity);
     };
-    if constexpr (Config::kClusterK == 1) {
+    if constexpr (Config::kClusterK == 1 && !Config::kWhole) {
       Epilogue::Finish(args, call, staging, acc, row_block, tile, await_partials);
     } else {
       Slices<Config> slices;
 #pragma unroll
       for (int m64 = 0; m64 < Config::kConsumerM64Blocks; ++m64) {
-        if (Epilogue::HasRows(args, row_block, m64)) sum.Run(acc[m64], slices[m64]);
+        if constexpr (Config::kClusterK == 1) {
+          ToFloats(acc[m64], slices[m64]);
+        } else {
+          if (Epilogue::HasRows(args, row_block, m64)) sum.Run(acc[m64], slices[m64]);
+        }
       }
       Epilogue::Finish(args, call, staging, slices, row_block, tile, await_partials);
     }

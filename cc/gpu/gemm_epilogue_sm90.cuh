@@ -44,6 +44,7 @@ struct EveryM64 {
 //   RowAt(r, n)      the element at which row r (0..63) begins; -1: nowhere
 //   Path()           how the block is written: from registers in float32 (IsFloat32), by the store
 //                    warp (IsStoredByTma), else by the consumer, row by row
+//   IsFloat16()      defined if results of operands of 8 bits may be float16: whether they are
 template <typename Config_, typename Place>
 struct M64Block {
   using Config = Config_;
@@ -55,6 +56,27 @@ struct M64Block {
 template <typename Block, typename... Steps>
 __device__ __forceinline__ void Apply(const Block& block, const Steps&... steps) {
   (steps(block), ...);
+}
+
+// Whether results of 16 bits are not of Config::Result.
+template <typename Config, typename Place>
+__device__ __forceinline__ auto IsFloat16(const Place& place) -> decltype(place.IsFloat16()) {
+  return Config::kNarrow && place.IsFloat16();
+}
+template <typename Config, typename... Place>
+__device__ __forceinline__ bool IsFloat16(const Place&...) {
+  return false;
+}
+
+// StageM64 of results.
+template <typename Config, int kColumns, int kFirst = 0, int kCount, typename Place>
+__device__ __forceinline__ void StageResults(const float (&acc)[kCount], const StagedM64& staged,
+                                             const Place& place) {
+  if (IsFloat16<Config>(place)) {
+    StageM64<__half, kColumns, kFirst>(acc, staged);
+  } else {
+    StageM64<typename Config::Result, kColumns, kFirst>(acc, staged);
+  }
 }
 
 namespace step {
@@ -94,6 +116,8 @@ struct Residual {
     const auto row_of = [&](int r) { return block.place.RowAt(r, n); };
     if (block.place.Path().IsFloat32()) {
       AddRows<float, kColumns>(block.acc, residual, block.place.n0, n, row_of);
+    } else if (IsFloat16<typename Block::Config>(block.place)) {
+      AddRows<__half, kColumns>(block.acc, residual, block.place.n0, n, row_of);
     } else {
       using T = typename Block::Config::Result;
       AddRows<T, kColumns>(block.acc, residual, block.place.n0, n, row_of);
@@ -152,7 +176,11 @@ struct Write {
     }
     using T = typename Block::Config::Result;
     const StagedM64 staged = block.staging.Acquire();
-    StageM64<T, kColumns, kFirst>(block.acc, staged);
+    if constexpr (Block::Config::kNarrow) {
+      StageResults<typename Block::Config, kColumns, kFirst>(block.acc, staged, block.place);
+    } else {
+      StageM64<T, kColumns, kFirst>(block.acc, staged);
+    }
     if (path.IsStoredByTma()) {
       block.staging.Publish();
     } else {

@@ -11,7 +11,14 @@ namespace jflux {
 
 // A thread's accumulators of a tile.
 template <typename Config>
-using Accumulators = float[Config::kConsumerM64Blocks][Config::kAccumulators];
+using Accumulators = typename Config::Sum[Config::kConsumerM64Blocks][Config::kAccumulators];
+
+// Sums as epilogues take them.
+template <int kCount>
+__device__ __forceinline__ void ToFloats(const int32_t (&sums)[kCount], float (&floats)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) floats[i] = static_cast<float>(sums[i]);
+}
 
 // Instructions that multiply a k-block.
 inline constexpr int kMultiplySteps = kBlockBytes / kMultiplyBytes;

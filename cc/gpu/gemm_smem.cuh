@@ -29,15 +29,18 @@ template <typename T_, int kTileN_, int kClusterM_, bool kTransposeRhs_, bool kM
           int kClusterK_ = 1, bool kTransposeLhs_ = false, Scales kScales_ = Scales::kOfSums>
 struct GemmConfig {
   using T = T_;
-  // The 16-bit type in which results are staged.
-  using Result = std::conditional_t<sizeof(T) == 1, __nv_bfloat16, T>;
-  static_assert(sizeof(T) != 1 ||
-                (kTransposeRhs_ && !kTransposeLhs_));  // the instruction's operands
+  // Whether sums are whole numbers, and their type.
+  static constexpr bool kWhole = std::is_same_v<T, int8_t>;
+  using Sum = std::conditional_t<kWhole, int32_t, float>;
+  static constexpr bool kNarrow = sizeof(T) == 1;  // operands of 8 bits
+  // The 16-bit type in which results are staged; of operands of 8 bits, unless they are float16.
+  using Result = std::conditional_t<kNarrow, __nv_bfloat16, T>;
+  static_assert(!kNarrow || (kTransposeRhs_ && !kTransposeLhs_));  // the instruction's operands
   // Operands of 8 bits have scales: the main loop multiplies the sums of each k-block by theirs, or
   // the epilogue those of all k.
   static constexpr Scales kScales = kScales_;
   static constexpr bool kBlockScales = HasEntriesOfK(kScales);
-  static constexpr bool kScaled = sizeof(T) == 1 && !kBlockScales;
+  static constexpr bool kScaled = kNarrow && !kBlockScales;
   static constexpr int kTileM = 128;
   static constexpr int kTileN = kTileN_;
   static constexpr int kTileK = kBlockBytes / sizeof(T);

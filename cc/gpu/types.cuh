@@ -35,6 +35,10 @@ template <>
 struct CudaTypeOf<DType::kF8E5M2> {
   using Type = __nv_fp8_e5m2;
 };
+template <>
+struct CudaTypeOf<DType::kS8> {
+  using Type = int8_t;
+};
 template <DType kFormat>
 using CudaType = typename CudaTypeOf<kFormat>::Type;
 

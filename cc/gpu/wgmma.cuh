@@ -52,9 +52,14 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+template <int kCount>
+__device__ __forceinline__ void Pin(int32_t (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
 
 // The accumulator registers of 64 x 64, 128, 160, 192, 224 and 256: in the instruction, and as
-// operands.
+// operands. R: the constraint of one, "+f" or "+r".
 // clang-format off
 #define JFLUX_D32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
@@ -75,35 +80,30 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
 #define JFLUX_D128 \
   JFLUX_D112 ", " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define JFLUX_D32_OPERANDS \
-  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), \
-  "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), \
-  "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), \
-  "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), \
-  "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#define JFLUX_D64_OPERANDS \
-  JFLUX_D32_OPERANDS, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), \
-  "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), \
-  "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), \
-  "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
-  "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), \
-  "+f"(d[63])
-#define JFLUX_D80_OPERANDS \
-  JFLUX_D64_OPERANDS, "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), \
-  "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), \
-  "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
-#define JFLUX_D96_OPERANDS \
-  JFLUX_D80_OPERANDS, "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), \
-  "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), \
-  "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
-#define JFLUX_D112_OPERANDS \
-  JFLUX_D96_OPERANDS, "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), \
-  "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), \
-  "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111])
-#define JFLUX_D128_OPERANDS \
-  JFLUX_D112_OPERANDS, "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), \
-  "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), \
-  "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+#define JFLUX_D32_OPERANDS(R) \
+  R(d[0]), R(d[1]), R(d[2]), R(d[3]), R(d[4]), R(d[5]), R(d[6]), R(d[7]), R(d[8]), R(d[9]), \
+  R(d[10]), R(d[11]), R(d[12]), R(d[13]), R(d[14]), R(d[15]), R(d[16]), R(d[17]), R(d[18]), \
+  R(d[19]), R(d[20]), R(d[21]), R(d[22]), R(d[23]), R(d[24]), R(d[25]), R(d[26]), R(d[27]), \
+  R(d[28]), R(d[29]), R(d[30]), R(d[31])
+#define JFLUX_D64_OPERANDS(R) \
+  JFLUX_D32_OPERANDS(R), R(d[32]), R(d[33]), R(d[34]), R(d[35]), R(d[36]), R(d[37]), R(d[38]), \
+  R(d[39]), R(d[40]), R(d[41]), R(d[42]), R(d[43]), R(d[44]), R(d[45]), R(d[46]), R(d[47]), \
+  R(d[48]), R(d[49]), R(d[50]), R(d[51]), R(d[52]), R(d[53]), R(d[54]), R(d[55]), R(d[56]), \
+  R(d[57]), R(d[58]), R(d[59]), R(d[60]), R(d[61]), R(d[62]), R(d[63])
+#define JFLUX_D80_OPERANDS(R) \
+  JFLUX_D64_OPERANDS(R), R(d[64]), R(d[65]), R(d[66]), R(d[67]), R(d[68]), R(d[69]), R(d[70]), \
+  R(d[71]), R(d[72]), R(d[73]), R(d[74]), R(d[75]), R(d[76]), R(d[77]), R(d[78]), R(d[79])
+#define JFLUX_D96_OPERANDS(R) \
+  JFLUX_D80_OPERANDS(R), R(d[80]), R(d[81]), R(d[82]), R(d[83]), R(d[84]), R(d[85]), R(d[86]), \
+  R(d[87]), R(d[88]), R(d[89]), R(d[90]), R(d[91]), R(d[92]), R(d[93]), R(d[94]), R(d[95])
+#define JFLUX_D112_OPERANDS(R) \
+  JFLUX_D96_OPERANDS(R), R(d[96]), R(d[97]), R(d[98]), R(d[99]), R(d[100]), R(d[101]), \
+  R(d[102]), R(d[103]), R(d[104]), R(d[105]), R(d[106]), R(d[107]), R(d[108]), R(d[109]), \
+  R(d[110]), R(d[111])
+#define JFLUX_D128_OPERANDS(R) \
+  JFLUX_D112_OPERANDS(R), R(d[112]), R(d[113]), R(d[114]), R(d[115]), R(d[116]), R(d[117]), \
+  R(d[118]), R(d[119]), R(d[120]), R(d[121]), R(d[122]), R(d[123]), R(d[124]), R(d[125]), \
+  R(d[126]), R(d[127])
 // clang-format on
 
 // d += a @ b if `adds`, else d = a @ b. kTransA or kTransB = 1: a or b is MN-major. One overload
@@ -116,7 +116,7 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
                  ", 0;\n"                                                                        \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k" #K ".f32." TYPE "." TYPE " {" D      \
                  "}, " A ", " B ", adds, 1, 1, " TRANS_A ", " TRANS_B ";\n}\n"                   \
-                 : OPERANDS                                                                      \
+                 : OPERANDS("+f")                                                                \
                  : "l"(a), "l"(b), "r"(static_cast<int32_t>(adds)), "n"(kTransA), "n"(kTransB)); \
   }
 
@@ -129,7 +129,7 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
                  ", 0;\n"                                                                       \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k" #K ".f32." TYPE "." TYPE " {" D     \
                  "}, {" A "}, " B ", adds, 1, 1, " TRANS_B ";\n}\n"                             \
-                 : OPERANDS                                                                     \
+                 : OPERANDS("+f")                                                               \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                          \
                    "r"(static_cast<int32_t>(adds)), "n"(kTransB));                              \
   }
@@ -154,31 +154,33 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
   JFLUX_MULTIPLY_REGISTERS(T, TYPE, K, 256, JFLUX_D128, JFLUX_D128_OPERANDS,                       \
                            "%128, %129, %130, %131", "%132", "%133", "%134")
 
-// The same for 8-bit types, whose operands are K-major. TYPES: of A and B.
-#define JFLUX_MULTIPLY_8(T, TYPES, N, D, OPERANDS, A, B, ADDS)                                  \
-  template <int kTransA, int kTransB>                                                           \
-  __device__ __forceinline__ void Multiply(const T*, float (&d)[N / 2], uint64_t a, uint64_t b, \
-                                           bool adds) {                                         \
-    static_assert(kTransA == 0 && kTransB == 0);                                                \
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " ADDS                                 \
-                 ", 0;\n"                                                                       \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32." TYPES " {" D "}, " A ", " B  \
-                 ", adds, 1, 1;\n}\n"                                                           \
-                 : OPERANDS                                                                     \
-                 : "l"(a), "l"(b), "r"(static_cast<int32_t>(adds)));                            \
+// The same for 8-bit types, whose operands are K-major, and sums SUM of registers R. TYPES: of D, A
+// and B; SIGNS: those of A and B, of floats alone.
+#define JFLUX_MULTIPLY_8(T, SUM, R, TYPES, SIGNS, N, D, OPERANDS, A, B, ADDS)                \
+  template <int kTransA, int kTransB>                                                        \
+  __device__ __forceinline__ void Multiply(const T*, SUM(&d)[N / 2], uint64_t a, uint64_t b, \
+                                           bool adds) {                                      \
+    static_assert(kTransA == 0 && kTransB == 0);                                             \
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " ADDS                              \
+                 ", 0;\n"                                                                    \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k32." TYPES " {" D "}, " A ", " B   \
+                 ", adds" SIGNS ";\n}\n"                                                     \
+                 : OPERANDS(R)                                                               \
+                 : "l"(a), "l"(b), "r"(static_cast<int32_t>(adds)));                         \
   }
-#define JFLUX_MULTIPLY_TYPE_8(T, TYPES)                                                    \
-  JFLUX_MULTIPLY_8(T, TYPES, 128, JFLUX_D64, JFLUX_D64_OPERANDS, "%64", "%65", "%66")      \
-  JFLUX_MULTIPLY_8(T, TYPES, 160, JFLUX_D80, JFLUX_D80_OPERANDS, "%80", "%81", "%82")      \
-  JFLUX_MULTIPLY_8(T, TYPES, 192, JFLUX_D96, JFLUX_D96_OPERANDS, "%96", "%97", "%98")      \
-  JFLUX_MULTIPLY_8(T, TYPES, 224, JFLUX_D112, JFLUX_D112_OPERANDS, "%112", "%113", "%114") \
-  JFLUX_MULTIPLY_8(T, TYPES, 256, JFLUX_D128, JFLUX_D128_OPERANDS, "%128", "%129", "%130")
+#define JFLUX_MULTIPLY_TYPE_8(T, ...)                                                            \
+  JFLUX_MULTIPLY_8(T, __VA_ARGS__, 128, JFLUX_D64, JFLUX_D64_OPERANDS, "%64", "%65", "%66")      \
+  JFLUX_MULTIPLY_8(T, __VA_ARGS__, 160, JFLUX_D80, JFLUX_D80_OPERANDS, "%80", "%81", "%82")      \
+  JFLUX_MULTIPLY_8(T, __VA_ARGS__, 192, JFLUX_D96, JFLUX_D96_OPERANDS, "%96", "%97", "%98")      \
+  JFLUX_MULTIPLY_8(T, __VA_ARGS__, 224, JFLUX_D112, JFLUX_D112_OPERANDS, "%112", "%113", "%114") \
+  JFLUX_MULTIPLY_8(T, __VA_ARGS__, 256, JFLUX_D128, JFLUX_D128_OPERANDS, "%128", "%129", "%130")
 
 // The instruction of each format with a `hopper` (core/format.h).
 JFLUX_MULTIPLY_TYPE(__nv_bfloat16, "bf16", 16)
 JFLUX_MULTIPLY_TYPE(__half, "f16", 16)
-JFLUX_MULTIPLY_TYPE_8(__nv_fp8_e4m3, "e4m3.e4m3")
-JFLUX_MULTIPLY_TYPE_8(__nv_fp8_e5m2, "e5m2.e4m3")
+JFLUX_MULTIPLY_TYPE_8(__nv_fp8_e4m3, float, "+f", "f32.e4m3.e4m3", ", 1, 1")
+JFLUX_MULTIPLY_TYPE_8(__nv_fp8_e5m2, float, "+f", "f32.e5m2.e4m3", ", 1, 1")
+JFLUX_MULTIPLY_TYPE_8(int8_t, int32_t, "+r", "s32.s8.s8", "")
 
 #undef JFLUX_MULTIPLY_TYPE
 #undef JFLUX_MULTIPLY_TYPE_8

@@ -188,7 +188,8 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
   extern template struct GemmFamily<Instances, DType::kF8E4M3FN, true>;                    \
   extern template struct GemmFamily<Instances, DType::kF8E4M3FN, true, Scales::kOfBlocks>; \
   extern template struct GemmFamily<Instances, DType::kF8E5M2, true>;                      \
-  extern template struct GemmFamily<Instances, DType::kF8E5M2, true, Scales::kOfBlocks>
+  extern template struct GemmFamily<Instances, DType::kF8E5M2, true, Scales::kOfBlocks>;   \
+  extern template struct GemmFamily<Instances, DType::kS8, true>
 
 // The tensor map of w as LoadB (gpu/gemm_operands_sm90.cuh) reads it. `halves`: w is half of a
 // tile's columns.

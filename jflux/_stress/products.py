@@ -87,7 +87,7 @@ def product(rng: random.Random, place: Place, *, spec: OpSpec | None = None, **f
 
 
 def scaled(rng: random.Random, place: Place) -> Case:
-    """A product of e4m3 with scales of rows and columns, or one scale for each rank, in a kernel.
+    """A product of 8 bits with scales of rows and columns, or one scale for each rank, in a kernel.
     Values that a kernel reads along another axis, or scales of other rows, are far off."""
     ops = ["all_gather_matmul"] + ["matmul_reduce_scatter"] * (place.platform != "cpu")
     lead = (*rng.choice([(), (), (2,)]), rng.choice(ROWS))
@@ -97,13 +97,14 @@ def scaled(rng: random.Random, place: Place) -> Case:
     unchecked = place.platform != "cpu" and plans.why_unchecked(False) is None
     by_block = unchecked and rng.random() < 0.4
     k = rng.choice([520, 1040]) if by_block else rng.choice(K)
+    wide = place.platform == "cpu" or unchecked
+    # Kernels take blocks of the first two.
+    of_x = rng.choice(_scaled.TYPES[: 2 if by_block else 3] if wide else _scaled.TYPES[:1])
     call = Call(
         rng.choice(ops), lead, k, rng.choice(N), rng.randrange(len(lead)),
-        jnp.float8_e4m3fn, out, transpose_rhs=rng.random() < 0.5,
+        jnp.int8 if of_x == jnp.int8 else jnp.float8_e4m3fn, out, transpose_rhs=rng.random() < 0.5,
     )  # fmt: skip
     f = call.bind(place.axis_name)
-    wide = place.platform == "cpu" or unchecked
-    of_x = rng.choice([call.dtype, jnp.float8_e5m2]) if wide else call.dtype
 
     def body(x: Any, x_scale: Any, w: Any, w_scale: Any) -> Any:
         return f(jflux.Scaled(x, x_scale), jflux.Scaled(w, w_scale))
@@ -135,13 +136,14 @@ def scaled(rng: random.Random, place: Place) -> Case:
         scale = calls.exact(call, mesh, axis, *(abs(a) for a in wide))
         terms = call.terms(place.world)
         # Tensor cores keep fewer bits of sums of 8-bit floats than float32 has.
-        dtype = np.dtype(jnp.bfloat16 if place.platform == "cuda" else out)
+        is_float = call.dtype != jnp.int8
+        dtype = np.dtype(jnp.bfloat16 if place.platform == "cuda" and is_float else out)
         return (x, scales[0], w, scales[1]), [Output(want, scale, dtype, terms)]
 
     return place.case(
         call.op,
         f"{call.op} {call} with scales {by_row=} {by_column=} {by_block=}, x of "
-        f"{np.dtype(of_x).name}, y of {np.dtype(out).name}",
+        f"{of_x.name}, y of {np.dtype(out).name}",
         body,
         make,
         is_xlas=place.world == 1,

@@ -95,8 +95,8 @@ TEST(Plans) {
       });
 }
 
-// GPU kernels take 8-bit floats with w of e4m3 along k; and no kernel two types that are no
-// product.
+// GPU kernels take 8 bits along k, 8-bit floats with w of e4m3, int8 with a result of floats; and
+// no kernel two types that are no product.
 TEST(FormatsThatAreRefused) {
   AllGatherMatmulParams p = Small(16, 16);
   p.dtype = DType::kF8E4M3FN, p.out_dtype = DType::kBF16, p.transpose_rhs = false;
@@ -110,8 +110,9 @@ TEST(FormatsThatAreRefused) {
             "x is float8_e5m2 and w is float8_e5m2, the kernels multiply float8_e5m2 by "
             "float8_e4m3fn");
   p.dtype = p.w_dtype.emplace(DType::kS8);
-  EXPECT_EQ(WhyNoKernel(p),
-            "operands are int8, the kernels take float16, bfloat16, float8_e4m3fn, float8_e5m2");
+  EXPECT_EQ(WhyNoKernel(p), "");
+  p.out_dtype = DType::kS32;
+  EXPECT_EQ(WhyNoKernel(p), "results are int32, the kernels give float16, bfloat16, float32");
   const auto why_not = [](DType x, DType w, DType y) {
     return WhyNotFormats(kAllGatherMatmulCpuFormats, kAllFormats, x, w, y);
   };

@@ -101,7 +101,8 @@ bool AllGatherMatmulCpu(const AllGatherMatmulParams& params, const CpuTiling& ti
                         uint64_t epoch, const WaitContext& ctx);
 
 inline constexpr OpFormats kAllGatherMatmulFormats{
-    kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2), SetOf(DType::kBF16, DType::kF32)};
+    kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
+    SetOf(DType::kF16, DType::kBF16, DType::kF32)};
 inline constexpr OpFormats kAllGatherMatmulCpuFormats{
     kWideFormats | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
     SetOf(DType::kF16, DType::kBF16, DType::kF32, DType::kS32)};

@@ -186,6 +186,7 @@ struct AllGatherMatmulSm90 {
         return row0 + r < args.rows.Total() ? args.rows.Actual(row0 + r) * n : -1;
       }
       __device__ BlockPath Path() const { return PathOf(args, row0); }
+      __device__ bool IsFloat16() const { return args.out_f16; }
     };
     // Finishes the m64 block that starts at virtual row `row0`: the sums saved for the gradient,
     // then y. Store writes them out in the same order.
@@ -320,8 +321,9 @@ inline bool SetProductArgs(const AllGatherMatmulParams& p, const AllGatherMatmul
   args->activation = operands.activation;
   args->gated = operands.gated;
   args->out_f32 = p.out_dtype == DType::kF32;
+  args->out_f16 = SizeOf(p.dtype) == 1 && p.out_dtype == DType::kF16;
   args->x_scale = operands.x_scale;
-  args->no_epilogue = !args->out_f32 && args->rows.outer == 1 && !args->gated &&
+  args->no_epilogue = !args->out_f32 && !args->out_f16 && args->rows.outer == 1 && !args->gated &&
                       args->activation == Activation::kNone;
   for (int i = 0; i < args->weights; ++i) {
     const auto& product = operands.products[i];

@@ -34,8 +34,8 @@ struct AllGatherMatmulArgs {
   uint32_t signature, op;
   // Whether y is the product, row for row: no bias, activation, gate or saved sums.
   bool no_epilogue;
-  bool gated;  // half of a tile's columns belong to each weight
-  bool out_f32;
+  bool gated;                       // half of a tile's columns belong to each weight
+  bool out_f32, out_f16;            // out_f16: of operands of 8 bits
   int32_t first_tile[kMaxWeights];  // tile column at which each weight starts
   int64_t n[kMaxWeights];
   WorkspaceLayout workspace;

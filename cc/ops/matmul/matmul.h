@@ -14,8 +14,8 @@ namespace jflux {
 inline constexpr OpId kMatmulId{43};
 
 // XLA multiplies operands without scales.
-inline constexpr OpFormats kMatmulFormats{SetOf(DType::kF8E4M3FN, DType::kF8E5M2),
-                                          SetOf(DType::kBF16, DType::kF32)};
+inline constexpr OpFormats kMatmulFormats{SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
+                                          SetOf(DType::kF16, DType::kBF16, DType::kF32)};
 
 inline GemmChoice ChooseMatmul(const AllGatherMatmulParams& p,
                                const AllGatherMatmulOperands& operands, const Machine& machine) {

@@ -123,7 +123,8 @@ bool ScatterTilesCpu(const MatmulReduceScatterParams& params, const ScatterTilin
                      const std::function<void(Tile)>& finished);
 
 inline constexpr OpFormats kMatmulReduceScatterFormats{
-    kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2), SetOf(DType::kBF16, DType::kF32)};
+    kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
+    SetOf(DType::kF16, DType::kBF16, DType::kF32)};
 inline std::string WhyNoKernel(const MatmulReduceScatterParams& p,
                                FormatSet machine = kWgmmaFormats) {
   if (p.rows.outer > 1 && p.rows.inner % kGemmTileM != 0) return kStraddlingTiles;

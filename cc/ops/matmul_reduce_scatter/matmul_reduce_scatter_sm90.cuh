@@ -42,8 +42,8 @@ struct MatmulReduceScatterArgs {
   int32_t terms;
   int32_t a_bytes;  // bytes of a box of A
   uint32_t signature, op;
-  bool out_f32;
-  int32_t senders;  // store warps that send at a time; 0: all (gpu/send_semaphore.cuh)
+  bool out_f32, out_f16;  // out_f16: of operands of 8 bits
+  int32_t senders;        // store warps that send at a time; 0: all (gpu/send_semaphore.cuh)
   int64_t k[kMaxWeights];
   int64_t n;
   WorkspaceLayout workspace;
@@ -189,27 +189,30 @@ struct MatmulReduceScatterSm90 {
     static __device__ void Finish(const Args& args, const CallContext& call,
                                   StagingWriter<Config>& staging, Slices<Config>& acc,
                                   int32_t row_block, Tile tile, AwaitPartials&& await_partials) {
-      if constexpr (Config::kScaled) {
-#pragma unroll
-        for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
-          if (args.w_scale == nullptr) break;
-          const int64_t row0 =
-              static_cast<int64_t>(row_block) * Config::kTileM + staging.M64At(i) * 64;
-          ScaleM64<Config::kSliceN>(
-              acc[i], args.x_scale, args.w_scale, FirstColumn<Config>(tile), args.n, [&](int r) {
-                return row0 + r < args.rows.Total() ? args.rows.Actual(row0 + r) : -1;
-              });
-        }
-      }
       // Send before waiting: a peer may be waiting for this partial tile while this rank waits for
-      // the peer's partial tile of the same tile.
+      // the peer's partial tile of the same tile. A loop of its own over the scales would spill 7
+      // KB of registers.
 #pragma unroll
       for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
+        if constexpr (Config::kScaled) {
+          const int64_t row0 =
+              static_cast<int64_t>(row_block) * Config::kTileM + staging.M64At(i) * 64;
+          if (args.w_scale != nullptr) {
+            ScaleM64<Config::kSliceN>(
+                acc[i], args.x_scale, args.w_scale, FirstColumn<Config>(tile), args.n, [&](int r) {
+                  return row0 + r < args.rows.Total() ? args.rows.Actual(row0 + r) : -1;
+                });
+          }
+        }
         if (!HasOtherOwners(args, RowsOf(args, row_block, staging.M64At(i)))) continue;
         if (args.out_f32) {
           F::template Stage<true>(acc[i], 0, ContiguousStaging<Config>(staging.Acquire()));
           staging.Publish();
           F::template Stage<true>(acc[i], 1, ContiguousStaging<Config>(staging.Acquire()));
+          staging.Publish();
+        } else if (Config::kNarrow && args.out_f16) {
+          Fragments<Config, __half>::template Stage<false>(
+              acc[i], 0, ContiguousStaging<Config>(staging.Acquire()));
           staging.Publish();
         } else {
           F::template Stage<false>(acc[i], 0, ContiguousStaging<Config>(staging.Acquire()));
@@ -233,6 +236,8 @@ struct MatmulReduceScatterSm90 {
             const char* partial = M64SlotOf(args, call, args.view.rank, src, row_block, tile, m64);
             if (args.out_f32) {
               F::template Add<true>(acc[i], partial);
+            } else if (Config::kNarrow && args.out_f16) {
+              Fragments<Config, __half>::template Add<false>(acc[i], partial);
             } else {
               F::template Add<false>(acc[i], partial);
             }
@@ -253,6 +258,7 @@ struct MatmulReduceScatterSm90 {
       }
       __device__ const Place& Path() const { return *this; }
       __device__ bool IsFloat32() const { return args.out_f32; }
+      __device__ bool IsFloat16() const { return args.out_f16; }
     };
     // Finishes the m64 block that starts at row `row0` of y. row0 is negative if the block starts
     // with rows of the previous rank.
@@ -269,7 +275,7 @@ struct MatmulReduceScatterSm90 {
         return;
       }
       const StagedM64 staged = staging.Acquire();
-      StageM64<T, kN>(acc, staged);
+      StageResults<Config, kN>(acc, staged, place);
       if (row0 >= 0) {
         staging.Publish();
       } else {
@@ -388,6 +394,7 @@ inline bool MakeScatterArgs(const MatmulReduceScatterParams& p,
   args->n = p.n;
   args->num_tiles = grid.tiles_m * grid.tiles_n;
   args->out_f32 = p.out_dtype == DType::kF32;
+  args->out_f16 = SizeOf(p.dtype) == 1 && p.out_dtype == DType::kF16;
   args->x_scale = operands.x_scale;
   args->w_scale = operands.w_scale;
   const Rows& r = p.rows;

@@ -195,9 +195,10 @@ def out_dtype(
 
 def default_dtype(op: str, x: Any, ws: Sequence[Any]) -> np.dtype | None:
     """The type of the results of an `op` that takes operands of 8 bits, if its call names none.
-    None: that of `lax.dot_general`."""
+    None: that of `lax.dot_general`, or of scaled operands."""
     row = _native.FORMATS.get(x.dtype.name)
-    if row is None or row.is_wide or x.dtype not in _native.dtypes(op, "cpu"):
+    is_wide = row is None or row.is_wide
+    if is_wide or isinstance(x, _scaled.Scaled) or x.dtype not in _native.dtypes(op, "cpu"):
         return None
     found = {_native.result_dtype(x.dtype, w.dtype) for w in ws}
     return found.pop() if len(found) == 1 else None
@@ -247,14 +248,15 @@ def why_unchecked(arrays: Arrays, params: Any, machine: Machine) -> str | None:
     """Why kernels do not take a product of 8 bits, or not yet, or None."""
     if not machine.on_gpus or arrays[0].dtype.itemsize > 1:
         return None
-    why = why_imprecise(params.precision, params.scales)
-    return why or _scaled.why_unchecked(arrays[0].dtype, params.scales)
+    why = why_imprecise(params.precision, params.scales, arrays[0].dtype)
+    return why or _scaled.why_unchecked(arrays[0].dtype, params.scales, params.out_dtype)
 
 
-def why_imprecise(precision: Any, scales: Scales) -> str | None:
-    """Why kernels that multiply 8 bits do not take a call with this precision, or None. With scales
-    of blocks they add in float32."""
-    if _scaled.is_highest(precision) and not scales.has_blocks:
+def why_imprecise(precision: Any, scales: Scales, dtype: np.dtype) -> str | None:
+    """Why kernels that multiply 8 bits do not take a call with this precision and x of `dtype`, or
+    None. With scales of blocks they add in float32; they add int8 in int32."""
+    exact = scales.has_blocks or dtype == np.int8
+    if _scaled.is_highest(precision) and not exact:
         return "tensor cores keep fewer bits of sums of 8-bit floats than precision=HIGHEST wants"
     return None
 

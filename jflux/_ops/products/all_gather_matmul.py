@@ -194,7 +194,7 @@ def all_gather_matmul(
 
     Args:
       x: [..., m/N, k]; float16, bfloat16, float32, float64, float8_e4m3fn, float8_e5m2 or int8
-        (CPU), float16 or bfloat16 (GPU). Other types take the reference.
+        (CPU), all of these but float32 and float64 (GPU). Other types take the reference.
       w: [k, n/N], or [n/N, k] with `transpose_rhs`; of x's type, or float8_e4m3fn for an x of
         float8_e5m2. Or a tuple or list of such, of any n each. Under ``check_vma=True``, all
         results vary over every axis that x or one of the weights varies over.
@@ -208,7 +208,7 @@ def all_gather_matmul(
       gated: two weights make one y: the first product, activated, times the second.
       preferred_element_type: the type of y; by default x's, for operands of 8 bits bfloat16, for
         int8 int32. Sums are in float32 (float64 for float64, int32 for int8) whatever it is. For
-        8 bits kernels give bfloat16, float16 and float32 (for int8 int32 too).
+        8 bits kernels give bfloat16, float16 and float32 (on CPUs, for int8, int32 too).
       precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels. Of 8-bit
         floats "highest" leaves out kernels that sum with fewer bits.
       recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are

@@ -46,8 +46,8 @@ def matmul(
     A product of scaled operands sums their values in float32, or int8 in int32. If neither scale
     has several entries along k, the sum is multiplied by x's scale and by w's. Otherwise every 128
     of k are summed and multiplied so by themselves, and the products added in float32 (DeepSeek-V3,
-    arXiv 2412.19437, section 3.3.2). On Hopper a kernel does it for float8_e4m3fn, k and n that are
-    multiples of 16, and scales of blocks of k of w that are for 128 columns each; a w [k, n] is
+    arXiv 2412.19437, section 3.3.2). On Hopper a kernel does it for float8_e4m3fn, and without
+    blocks for int8 and an x of float8_e5m2, where k and n are multiples of 16; a w [k, n] is
     transposed first. What it does not take, and operands without scales, are `lax.dot_general`'s,
     blocks in a loop.
 
@@ -94,7 +94,7 @@ def matmul(
             )
     columns = [_product.columns(one, transpose_rhs) for one in ws]
     _epilogue.check_shapes(OP, columns, biases, gated)
-    if preferred_element_type is None and not isinstance(x, Scaled):
+    if preferred_element_type is None:
         preferred_element_type = _product.default_dtype("all_gather_matmul", x, ws)
     out = _product.out_dtype(OP, (x, *ws), preferred_element_type, precision)
     if recipe is not None:
@@ -200,7 +200,7 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     for w in ws:
         if why := _product.kernel_takes(x, w, params.out_dtype, 1, platform, OP):
             return why
-        if why := _product.why_imprecise(params.precision, params.epilogue.scales):
+        if why := _product.why_imprecise(params.precision, params.epilogue.scales, x.dtype):
             return why
         if not _product_plan.in_vectors([x], [w]):
             vector = _product_plan.vector(x.dtype)

@@ -107,8 +107,8 @@ def matmul_reduce_scatter(
     also gathers dy for dw.
 
     Args:
-      x: [..., m, k/N]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16 (GPU).
-        Other types take the reference.
+      x: [..., m, k/N]; float16, bfloat16, float32 or float64 (CPU), float16, bfloat16,
+        float8_e4m3fn, float8_e5m2 or int8 (GPU). Other types take the reference.
         Or a tuple or list of such that differ in k only.
       w: [k/N, n], or [n, k/N] with `transpose_rhs`; of x's type. As many as x.
       axis_name: a mesh axis, or a tuple of them (the first one major).

@@ -41,6 +41,7 @@ struct Case {
 template <typename T, typename R>
 struct Call {
   using W = std::conditional_t<std::is_same_v<T, __nv_fp8_e5m2>, __nv_fp8_e4m3, T>;
+  static constexpr bool kIsWhole = std::is_same_v<T, int8_t>;
   std::vector<Array<W>> w;
   std::vector<Array<T>> x, gathered;
   std::vector<Array<R>> y;
@@ -74,7 +75,9 @@ struct Call {
       for (int64_t kb = 0; kb < blocks; ++kb) {
         simt::Sum sum;
         for (int64_t l = kb * size; l < Min(c.k, (kb + 1) * size); ++l) {
-          sum.Add(x_at(v, l) * w[rank][c.transpose_rhs ? column * c.k + l : l * c.n + column]);
+          const double term =
+              x_at(v, l) * w[rank][c.transpose_rhs ? column * c.k + l : l * c.n + column];
+          kIsWhole ? sum.AddWhole(term) : sum.Add(term);
         }
         if (c.scales != Scales::kNone) {
           sum = sum * simt::Sum(x_scale[i / c.n * blocks + kb] *
@@ -181,6 +184,19 @@ TEST(MultipliesAndScalesEightBits) {
     }
   }
   EXPECT((RunOf<__nv_fp8_e5m2, __nv_bfloat16>(kScaledCases[0], seed)) == 0);
+  EXPECT((RunOf<__nv_fp8_e4m3, __half>(kScaledCases[1], seed)) == 0);
+  EXPECT((RunOf<__nv_fp8_e4m3, __half>(kScaledCases[5], seed)) == 0);
+}
+
+TEST(MultipliesWholeNumbers) {
+  simt::SetSmCount(kSms);
+  for (uint32_t i = 0; i < 4; ++i) {  // with scales and without
+    Case c = kScaledCases[i];
+    c.scales = i % 2 == 0 ? kOfSums : Scales::kNone;
+    const int64_t wrong =
+        c.float32 ? RunOf<int8_t, float>(c, i) : RunOf<int8_t, __nv_bfloat16>(c, i);
+    EXPECT_EQ(wrong, 0) << "case " << i;
+  }
 }
 
 TEST(MissingWaitsAreFound) {

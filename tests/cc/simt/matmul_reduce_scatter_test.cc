@@ -131,7 +131,7 @@ int64_t Run(const Case& c, uint32_t seed) {
 }
 
 constexpr DType kBF16 = DType::kBF16, kF16 = DType::kF16, kF32 = DType::kF32;
-constexpr DType kE4M3 = DType::kF8E4M3FN, kE5M2 = DType::kF8E5M2;
+constexpr DType kE4M3 = DType::kF8E4M3FN, kE5M2 = DType::kF8E5M2, kS8 = DType::kS8;
 constexpr Scales kOfSums = Scales::kOfSums, kOfBlocks = Scales::kOfBlocks;
 constexpr TestHooks kLate{0, /*max_delay_us=*/100};
 
@@ -153,9 +153,12 @@ const Case kCases[] = {
     {{2, 1, 100}, 144, 400, kE4M3, kF32, true, {192, 1, 1}, 0, 0, false, false, {}, kOfBlocks},
     {{3, 1, 70}, 272, 272, kE4M3, kF32, true, {128, 2, 1}, 0, 0, true, true, kLate, kOfBlocks},
     {{2, 1, 100}, 128, 208, kE4M3, kF32, true, {192, 1, 1}, 0, 256, false, false, {}, kOfBlocks},
-    {{2, 1, 100}, 144, 208, kE5M2, kBF16, true, {192, 1, 1}, 0, 0, false, false, {}, kOfSums},
+    {{2, 1, 100}, 144, 208, kE5M2, kF16, true, {192, 1, 1}, 0, 0, true, true, {}, kOfSums},
     {{3, 1, 70}, 272, 272, kE5M2, kF32, true, {128, 1, 1}, 0, 0, false, false, {}, kOfBlocks},
     {{3, 1, 110}, 144, 144, kE4M3, kBF16, true, {128, 1, 1}, /*senders=*/1, 80, false, true},
+    {{3, 1, 70}, 144, 272, kS8, kF32, true, {224, 2, 1}, 0, 0, true, true, kLate, kOfSums},
+    {{3, 1, 24}, 272, 144, kS8, kBF16, true, {128, 1, 1, 2}, 0, 0, false, false, kLate, kOfSums},
+    {{3, 1, 110}, 144, 144, kS8, kF32, true, {128, 1, 1}, /*senders=*/1, 80, false, true},
 };
 
 TEST(MultipliesAndScatters) {

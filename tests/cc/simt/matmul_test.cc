@@ -3,6 +3,7 @@
 #include "ops/matmul/matmul.h"
 
 #include <random>
+#include <type_traits>
 #include <vector>
 
 #include "simt/machine.h"
@@ -26,10 +27,11 @@ struct Case {
 // relu, whose slope is at most 1.
 simt::Sum Relu(const simt::Sum& x) { return {x.value > 0 ? x.value : 0, x.size}; }
 
-// x of type T, and w of e4m3.
+// x of type T, and w of e4m3, or both of int8.
 template <typename T, typename Out>
 void Run(const Case& c, uint32_t seed) {
-  using W = __nv_fp8_e4m3;
+  constexpr bool kIsWhole = std::is_same_v<T, int8_t>;
+  using W = std::conditional_t<kIsWhole, T, __nv_fp8_e4m3>;
   std::mt19937 random(seed);
   const int64_t k_size = HasEntriesOfK(c.scales) ? kScaleBlock : c.k;
   const int64_t n_size = c.scales == Scales::kOfBlocks ? kScaleBlock : 1;
@@ -69,7 +71,8 @@ void Run(const Case& c, uint32_t seed) {
     for (int64_t kb = 0; kb < k_blocks; ++kb) {
       simt::Sum sum;
       for (int64_t l = kb * k_size; l < Min(c.k, (kb + 1) * k_size); ++l) {
-        sum.Add(x[row * c.k + l] * w[i][column * c.k + l]);
+        const double term = x[row * c.k + l] * w[i][column * c.k + l];
+        kIsWhole ? sum.AddWhole(term) : sum.Add(term);
       }
       // Those of vectors are [blocks of k, n].
       const int64_t of_column = c.scales == Scales::kOfVectors ? kb * c.columns[i] + column
@@ -98,6 +101,7 @@ TEST(MultipliesAndScales) {
       {100, 144, {208}, kOfSums, {192, 1, 1}},
       {300, 272, {272, 48}, kOfSums, {256, 2, 1}},
       {20, 528, {144}, kOfSums, {128, 1, 1, 2}},
+      {150, 144, {272, 272}, kOfSums, {256, 2, 1}, /*gated=*/true},
       {150, 144, {400, 336}, kOfBlocks, {192, 1, 2}},  // tiles over two blocks of columns
       {300, 400, {656}, kOfBlocks, {160, 2, 1}},
       {70, 272, {272, 272}, kOfBlocks, {128, 2, 1}, /*gated=*/true},
@@ -108,7 +112,10 @@ TEST(MultipliesAndScales) {
   for (const Case& c : cases) {
     Run<__nv_fp8_e4m3, __nv_bfloat16>(c, seed++);
     Run<__nv_fp8_e4m3, float>(c, seed++);
-    if (c.scales == kOfSums) Run<__nv_fp8_e5m2, __nv_bfloat16>(c, seed++);
+    if (c.scales != kOfSums) continue;
+    Run<__nv_fp8_e5m2, __half>(c, seed++);
+    Run<int8_t, __nv_bfloat16>(c, seed++);
+    Run<int8_t, float>(c, seed++);
   }
 }
 

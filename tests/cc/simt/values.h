@@ -53,11 +53,18 @@ struct Array {
   T* get() { return data.data(); }
 };
 
+// Normal ones; int8_t have any value.
 template <typename T>
 Array<T> RandomArray(std::mt19937& random, int64_t count, double scale = 1) {
   std::normal_distribution<double> normal(0, scale);
   Array<T> array(count);
-  for (T& v : array.data) v = static_cast<T>(static_cast<float>(normal(random)));
+  for (T& v : array.data) {
+    if constexpr (std::is_same_v<T, int8_t>) {
+      v = static_cast<int8_t>(random());
+    } else {
+      v = static_cast<T>(static_cast<float>(normal(random)));
+    }
+  }
   return array;
 }
 
@@ -66,6 +73,7 @@ constexpr DType kDTypeOf = std::is_same_v<T, __half>          ? DType::kF16
                            : std::is_same_v<T, __nv_bfloat16> ? DType::kBF16
                            : std::is_same_v<T, __nv_fp8_e4m3> ? DType::kF8E4M3FN
                            : std::is_same_v<T, __nv_fp8_e5m2> ? DType::kF8E5M2
+                           : std::is_same_v<T, int8_t>        ? DType::kS8
                                                               : DType::kF32;
 
 // A result in double, with what bounds the error of the same result in float32: a few rounding
@@ -80,6 +88,11 @@ struct Sum {
   void Add(double term) {
     value += term;
     size += std::abs(term);
+  }
+  // Of a sum of whole numbers, which is rounded once.
+  void AddWhole(double term) {
+    value += term;
+    size = std::abs(value);
   }
   Sum operator*(const Sum& o) const {
     return {value * o.value, std::abs(value) * o.size + size * std::abs(o.value)};

@@ -37,6 +37,7 @@ struct Operand {
 };
 
 float ToFloat(uint16_t bits, WgmmaType type) {
+  if (type == WgmmaType::kS8) return static_cast<int8_t>(bits);
   if (type == WgmmaType::kE4m3 || type == WgmmaType::kE5m2) {
     const auto byte = static_cast<__nv_fp8_storage_t>(bits);
     const auto format = type == WgmmaType::kE4m3 ? __NV_E4M3 : __NV_E5M2;
@@ -57,21 +58,22 @@ float ToFloat(uint16_t bits, WgmmaType type) {
 int RowOf(int thread, int i) { return 16 * (thread / 32) + thread % 32 / 4 + 8 * (i / 2 % 2); }
 int ColumnOf(int thread, int i) { return 8 * (i / 4) + 2 * (thread % 4) + i % 2; }
 
+template <typename Sum>
 void Execute(const Cta& cta, const WgmmaOp& op) {
   const WgmmaShape& s = op.shape;
-  static float a[64][32], b[32][256], d[64][256];
+  static Sum a[64][32], b[32][256], d[64][256];
   const int bytes = s.ElementBytes();
   const auto load = [&](uint32_t at, WgmmaType type) {
     if (at + bytes > kSmemBytes) Fail("wgmma reads outside of shared memory");
     uint16_t bits = 0;
     std::memcpy(&bits, cta.smem + at, bytes);
-    return ToFloat(bits, type);
+    return static_cast<Sum>(ToFloat(bits, type));
   };
   if (s.a_in_registers) {
     for (int t = 0; t < 128; ++t) {
       for (int i = 0; i < 8; ++i) {  // as the accumulators of 16 columns
         const auto bits = static_cast<uint16_t>(op.a[t][i / 2] >> 16 * (i % 2));
-        a[RowOf(t, i)][ColumnOf(t, i)] = ToFloat(bits, s.type);
+        a[RowOf(t, i)][ColumnOf(t, i)] = static_cast<Sum>(ToFloat(bits, s.type));
       }
     }
   } else {
@@ -86,7 +88,8 @@ void Execute(const Cta& cta, const WgmmaOp& op) {
     for (int n = 0; n < s.n; ++n) b[k][n] = load(operand.At(n, k), b_type);
   }
   for (int t = 0; t < 128; ++t) {
-    for (int i = 0; i < s.n / 2; ++i) d[RowOf(t, i)][ColumnOf(t, i)] = s.adds ? op.d[t][i] : 0;
+    const auto* sums = static_cast<const Sum*>(op.d[t]);
+    for (int i = 0; i < s.n / 2; ++i) d[RowOf(t, i)][ColumnOf(t, i)] = s.adds ? sums[i] : 0;
   }
   for (int m = 0; m < 64; ++m) {
     for (int k = 0; k < s.K(); ++k) {
@@ -94,7 +97,8 @@ void Execute(const Cta& cta, const WgmmaOp& op) {
     }
   }
   for (int t = 0; t < 128; ++t) {
-    for (int i = 0; i < s.n / 2; ++i) op.d[t][i] = d[RowOf(t, i)][ColumnOf(t, i)];
+    auto* sums = static_cast<Sum*>(op.d[t]);
+    for (int i = 0; i < s.n / 2; ++i) sums[i] = d[RowOf(t, i)][ColumnOf(t, i)];
   }
 }
 
@@ -130,7 +134,7 @@ void WgmmaCommit() {
   Point();
 }
 
-void WgmmaIssue(const WgmmaShape& shape, float* d, const uint32_t* a) {
+void WgmmaIssue(const WgmmaShape& shape, void* d, const uint32_t* a) {
   Thread* thread = current;
   Cta* cta = thread->cta;
   WgmmaUnit& unit = UnitOf(*thread);
@@ -156,7 +160,9 @@ void WgmmaIssue(const WgmmaShape& shape, float* d, const uint32_t* a) {
   Defer([cta, &unit, number] {
     while (unit.executed <= number) {  // in order
       if (cta->ended) Fail("a CTA has ended before its wgmma.mma_async");
-      Execute(*cta, *unit.ops.front());
+      const WgmmaOp& first = *unit.ops.front();
+      first.shape.type == WgmmaType::kS8 ? Execute<int32_t>(*cta, first)
+                                         : Execute<float>(*cta, first);
       unit.ops.pop_front();
       ++unit.executed;
     }

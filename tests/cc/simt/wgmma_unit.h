@@ -12,8 +12,8 @@ namespace jflux::simt {
 
 struct Thread;
 
-// Of A and B; of kE5m2 B is kE4m3.
-enum class WgmmaType { kBfloat16, kHalf, kE4m3, kE5m2 };
+// Of A and B; of kE5m2 B is kE4m3. D is float, of kS8 int32_t.
+enum class WgmmaType { kBfloat16, kHalf, kE4m3, kE5m2, kS8 };
 
 // One instruction: D[64, n] += A[64, k] @ B[k, n], with 32 bytes of k. All threads give the same,
 // but for `adds` of registers.
@@ -25,7 +25,9 @@ struct WgmmaShape {
   bool adds;
   uint64_t a, b;  // matrix descriptors
 
-  int ElementBytes() const { return type == WgmmaType::kE4m3 || type == WgmmaType::kE5m2 ? 1 : 2; }
+  int ElementBytes() const {
+    return type == WgmmaType::kBfloat16 || type == WgmmaType::kHalf ? 2 : 1;
+  }
   int K() const { return 32 / ElementBytes(); }
   bool operator==(const WgmmaShape& o) const {
     return n == o.n && type == o.type && trans_a == o.trans_a && trans_b == o.trans_b &&
@@ -36,7 +38,7 @@ struct WgmmaShape {
 struct WgmmaOp {
   WgmmaShape shape;
   int issued = 0;  // threads
-  float* d[128];
+  void* d[128];
   uint32_t a[128][4];
 };
 
@@ -56,7 +58,7 @@ void WgmmaFence();
 void WgmmaCommit();
 void WgmmaWait(int pending);
 // d has shape.n / 2 numbers. `a`: four words, if a_in_registers.
-void WgmmaIssue(const WgmmaShape& shape, float* d, const uint32_t* a);
+void WgmmaIssue(const WgmmaShape& shape, void* d, const uint32_t* a);
 
 }  // namespace jflux::simt
 

@@ -25,21 +25,23 @@ template <int kGroups>
 void Wait() {
   simt::WgmmaWait(kGroups);
 }
-template <int kCount>
-void Pin(float (&)[kCount]) {}
+template <typename Sum, int kCount>
+void Pin(Sum (&)[kCount]) {}
 
 template <typename T>
 constexpr simt::WgmmaType TypeOf() {
   return std::is_same_v<T, __half>          ? simt::WgmmaType::kHalf
          : std::is_same_v<T, __nv_bfloat16> ? simt::WgmmaType::kBfloat16
          : std::is_same_v<T, __nv_fp8_e5m2> ? simt::WgmmaType::kE5m2
+         : std::is_same_v<T, int8_t>        ? simt::WgmmaType::kS8
                                             : simt::WgmmaType::kE4m3;
 }
 
 // A by descriptor.
-template <int kTransA, int kTransB, typename T, int kCount>
-void Multiply(const T*, float (&d)[kCount], uint64_t a, uint64_t b, bool adds) {
+template <int kTransA, int kTransB, typename T, typename Sum, int kCount>
+void Multiply(const T*, Sum (&d)[kCount], uint64_t a, uint64_t b, bool adds) {
   static_assert(sizeof(T) > 1 || (kTransA == 0 && kTransB == 0));
+  static_assert(std::is_same_v<T, int8_t> == std::is_same_v<Sum, int32_t>);
   simt::WgmmaIssue({2 * kCount, TypeOf<T>(), kTransA != 0, kTransB != 0,
                     /*a_in_registers=*/false, adds, a, b},
                    d, nullptr);
