@@ -69,9 +69,9 @@ std::string ReadWeights(const WeightsAttributes& a, const ffi::RemainingArgs& re
     *p = *params;
     if (!WhyNoKernel(*p).empty()) return kNoKernel;
     if (a.scales != 0 && SizeOf(p->dtype) != 1) return kDoNotFit;
-    if (operands->scales == Scales::kOfVectors ? !HasVectorScales(p->dtype)
-                                               : HasEntriesOfK(operands->scales) &&
-                                                     !HasBlockScales(p->dtype)) {
+    if (operands->scales == Scales::kOfVectors
+            ? !HasVectorScales(p->dtype)
+            : HasEntriesOfK(operands->scales) && !HasBlockScales(p->dtype)) {
       return kNoKernel;
     }
     auto& product = operands->products[i];
