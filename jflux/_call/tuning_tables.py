@@ -97,7 +97,7 @@ def _why_not(key: str, entry: Any) -> str | None:
     match = _KEY.fullmatch(key)
     if match is None:
         return f"{_short(repr(key))} names no call"
-    if match[1] not in {name.removeprefix("jflux_") for name, _, _ in _native.lib.targets()}:
+    if not _native.dtypes(match[1], "cuda"):
         return f"{match[1]!r} is not an op of this version"
     if entry == DECOMPOSED:
         return None
