@@ -85,7 +85,8 @@ def mesh_of(op: str, mesh: Mesh) -> Mesh:
     """The mesh of an op's calls: for a product on one rank, a device of this process."""
     if op != _MATMUL.name or mesh.size == 1:
         return mesh
-    return Mesh(np.array(jax.local_devices()[:1]), mesh.axis_names[:1])
+    one = np.array(jax.local_devices()[:1]).reshape((1,) * len(mesh.axis_names))
+    return Mesh(one, mesh.axis_names)
 
 
 def tune(
