@@ -57,9 +57,10 @@ def test_what_it_says():
     for operands in ("float8_e4m3fn by row", "float8_e5m2   by row", "int8          by row"):
         assert re.search(rf"^  {operands}    .*: ok$", output, re.M), output
     assert re.search(r"^  float8_e4m3fn by row    kernel of all_gather_matmul: ok", output, re.M)
-    assert re.search(r"^  float8_e4m3fn by block  no kernel \(.*\): ok$", output, re.M), output
+    block = r"^  float8_e4m3fn by block  (no kernel \(.*\)|kernel of .*): ok$"
+    of_blocks = re.search(block, output, re.M)
+    assert of_blocks and (PLATFORM == "gpu" or of_blocks[1].endswith("on GPUs alone)"))
     if PLATFORM == "gpu":
-        assert "by block  no kernel (its GPU kernel has not passed all checks" in output
         assert re.search(r"links of device 0, .* to device \d+: \d+/\d+", output)
         assert re.search(r"float32 +reference \(operands are float32", output)
 
