@@ -20,7 +20,7 @@ from workers.common import environment
 
 import jflux
 from jflux import _config
-from jflux._call import explain, tuning_tables
+from jflux._call import explain, gpu_code, tuning_tables
 from jflux._call.plans import Machine
 from jflux._call.tuning_tables import DECOMPOSED, Choice, Key
 from jflux._ops._spec import all_ops, products
@@ -80,7 +80,7 @@ def test_key_of_a_call_is_what_tune_stores(op, own_tables, monkeypatch):
 OPS = {module.OP: module._op for module in (all_gather_matmul, matmul_reduce_scatter)}
 
 
-def planned(op, scales):
+def planned(op, scales, machine=MACHINE):
     """The plan on GPUs of a call of 8 bits with such scales, as `jflux.tune` makes it."""
     spec = tuner.spec_of(op)
     trial = tuner.trial_of(spec, "tp", E4M3, scales, transpose_rhs=True)
@@ -96,7 +96,7 @@ def planned(op, scales):
     with jflux.config(unchecked_kernels=True):
         if op == "matmul":
             return matmul._plan(arrays, params)
-        return OPS[op].plan(arrays, params, MACHINE)
+        return OPS[op].plan(arrays, params, machine)
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul"])
@@ -132,6 +132,31 @@ def test_calls_with_scales(op, own_tables, monkeypatch):
     monkeypatch.setattr(tuning_tables, "lookup", lambda key, gpu: Choice(100, 1, 1))
     with pytest.raises(ValueError, match="no kernel takes the configuration"):
         planned(op, "row")
+
+
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul"])
+def test_calls_with_scales_take_what_was_fastest(op, own_tables, monkeypatch):
+    kind = jax.devices()[0].device_kind
+    machine = dataclasses.replace(MACHINE, device_kind=kind)
+    monkeypatch.setattr(tuner._heap, "_cuda_usable", lambda: True)
+    monkeypatch.setattr(tuner._heap, "kernel_arch", lambda: gpu_code.HOPPER)
+    monkeypatch.setattr(gpu_code, "gpu_here", lambda: kind)
+    monkeypatch.setattr(tuner.plans, "machine_of", lambda *_: machine)
+    monkeypatch.setattr(tuner, "plan_of", lambda trial, *_: planned(op, trial.scales))
+    tried = []
+
+    def measure(trial, choices, **_):
+        tried.extend(choices)
+        return {choice: 2.0 if choice != choices[-2] else 1.0 for choice in choices}
+
+    monkeypatch.setattr(tuner, "measure", measure)
+    before = [planned(op, scales, machine).choice.tolist() for scales in trials.SCALES]
+    result = jflux.tune(
+        op, m=1024, n=1024, k=2048, mesh=make_mesh((2,)), dtype=E4M3, scales="row", save=False
+    )
+    assert tried[-1] == DECOMPOSED and result.best == tried[-2]
+    after = [planned(op, scales, machine).choice.tolist() for scales in trials.SCALES]
+    assert after == [tuning_tables.as_json(result.best)] * 2 + before[2:] != before
 
 
 def test_candidates():

@@ -146,7 +146,8 @@ def tune(
     if not _heap._cuda_usable():
         why = _heap._why_no_cuda() if jax.default_backend() == "gpu" else "there is no GPU"
         raise RuntimeError(f"jflux.tune chooses among kernels for GPUs, and {why}")
-    if why := gpu_code.why_not(op, _heap.kernel_arch(), gpu_code.gpu_here()):
+    arch = gpu_code.arch_here() if spec is _MATMUL else _heap.kernel_arch()
+    if why := gpu_code.why_not(op, arch, gpu_code.gpu_here()):
         raise RuntimeError(f"jflux.tune: {op}: {why}")
     if mesh is None:
         mesh = jax.make_mesh((jax.device_count(),), meshes.as_tuple(axis_name))
@@ -158,9 +159,11 @@ def tune(
     plan = plan_of(trial, m, n, k, mesh, dtype)
     if plan.path != plans.Path.FUSED:
         raise ValueError(f"jflux.tune: {op} of {m} x {n} x {k} has no kernel: {plan.reason}")
-    machine = plans.machine_of("cuda", mesh)
-    if spec is _MATMUL:
-        machine = dataclasses.replace(machine, link_gbps=0.0)
+    if spec is _MATMUL:  # which needs no heap
+        sm_count = getattr(mesh.devices.flat[0], "core_count", None)
+        machine = Machine("cuda", sm_count=sm_count or plans.USUAL_SM_COUNT)
+    else:
+        machine = plans.machine_of("cuda", mesh)
     tried: list[Choice | str] = [*candidates(plan.key, machine), DECOMPOSED]
     seconds = measure(
         trial, tried, m=m, n=n, k=k, mesh=mesh, dtype=dtype, rounds=rounds, threads=threads,
