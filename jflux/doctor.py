@@ -261,15 +261,19 @@ def _of_format(dtype: Any, scales: str) -> Iterator[str]:
         mesh = tuner.mesh_of(name, _mesh())
         if mesh.size > 1 or name == matmul.OP:
             trial = tuner.trial_of(spec, "tp", dtype, scales, transpose_rhs=True)
+            size = 512 * mesh.size
             with _unlogged():
-                plan = tuner.plan_of(trial, *[512 * mesh.size] * 3, mesh, dtype)
+                plan = tuner.plan_of(trial, size, size, size, mesh, dtype)
             trials.append((trial, mesh, plan))
     kernels = [one for one in trials if one[2].path == Path.FUSED]
     for trial, mesh, plan in kernels or trials[:1]:
         what = f"kernel of {trial.spec.name}" if kernels else f"no kernel ({plan.reason})"
         # Other processes would have to take part in a trial.
         several_processes = jax.process_count() > 1
-        verdict = "not tried" if several_processes else _try_scaled(trial, mesh, dtype)
+        try:
+            verdict = "not tried" if several_processes else _try_scaled(trial, mesh, dtype)
+        except Exception as error:  # the other kernels are tried all the same
+            verdict = f"FAILED: {error}"
         yield f"{what}: {verdict}"
 
 
