@@ -6,7 +6,9 @@ With ``--report``, the same as a text to paste into a bug report.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import logging
 import pathlib
 import platform
 import sys
@@ -27,7 +29,8 @@ from ._call import explain, gpu_code
 from ._call.plans import Path, Plan
 from ._heap import _nvshmem
 from ._ops._spec import OpSpec, collectives, products
-from ._tools import bug_reports, virtual_devices
+from ._ops.products import matmul
+from ._tools import bug_reports, tuner, virtual_devices
 from ._tools.trials import Trial
 
 
@@ -205,12 +208,92 @@ def _ops() -> Iterator[str]:
         yield "ops: one device has nobody to talk to, so all ops were tried as their lax references"
 
 
+#: x's types of products of 8 bits, and which of `trials.SCALES` operands have.
+_EIGHT_BITS = [
+    (jnp.float8_e4m3fn, "row"), (jnp.float8_e4m3fn, "block"), (jnp.float8_e5m2, "row"),
+    (jnp.int8, "row"),
+]  # fmt: skip
+
+
+def _try_scaled(trial: Trial, mesh: Mesh, dtype: Any) -> str:
+    """Runs a product of 8 bits with scales: "ok", or what went wrong."""
+    x_spec, w_spec, y_spec = trial.partition
+    m, n, k = 16 * mesh.size, 128 * mesh.size, 256 * mesh.size
+
+    def run(x: jax.Array, w: jax.Array) -> Any:
+        xq, wq = trial.quantize(x, w, dtype=dtype)
+        return trial.function()(xq, wq), xq.dequantize(), wq.dequantize()
+
+    f = jax.shard_map(
+        run, mesh=mesh, in_specs=(x_spec, w_spec), out_specs=(y_spec, x_spec, w_spec),
+        check_vma=False,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+
+    def drawn(rows: int) -> np.ndarray:
+        """[rows, k]; scales of other rows, or of another 128 of k, are far off."""
+        of_blocks = np.repeat(rng.integers(-3, 4, k // 128), 128)
+        sizes = np.exp2(rng.integers(-3, 4, (rows, 1)) + of_blocks)
+        return (rng.standard_normal((rows, k)) * sizes).astype(np.float32)
+
+    y, *wide = map(np.asarray, jax.jit(f)(drawn(m), drawn(n)))
+    want, size = (a @ b.T for a, b in zip(*map(_exact, wide), strict=True))
+    testing.assert_close(y, want, size, y.dtype, k)
+    return "ok"
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Inside, nothing is logged: the report says it."""
+    logger = logging.getLogger("jflux")
+    logger.disabled, before = True, logger.disabled
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _of_format(dtype: Any, scales: str) -> Iterator[str]:
+    """Of each product that has a kernel for these operands, which one it is, and how it fares; if
+    none has, why the first has none, and how its reference fares."""
+    trials = []
+    for name, spec in tuner.tuned_ops().items():
+        mesh = tuner.mesh_of(name, _mesh())
+        if mesh.size > 1 or name == matmul.OP:
+            trial = tuner.trial_of(spec, "tp", dtype, scales, transpose_rhs=True)
+            size = 512 * mesh.size
+            with _unlogged():
+                plan = tuner.plan_of(trial, size, size, size, mesh, dtype)
+            trials.append((trial, mesh, plan))
+    kernels = [one for one in trials if one[2].path == Path.FUSED]
+    for trial, mesh, plan in kernels or trials[:1]:
+        what = f"kernel of {trial.spec.name}" if kernels else f"no kernel ({plan.reason})"
+        # Other processes would have to take part in a trial.
+        several_processes = jax.process_count() > 1
+        try:
+            verdict = "not tried" if several_processes else _try_scaled(trial, mesh, dtype)
+        except Exception as error:  # the other kernels are tried all the same
+            verdict = f"FAILED: {error}"
+        yield f"{what}: {verdict}"
+
+
+def _eight_bits() -> Iterator[str]:
+    yield "products of 8 bits with scales:"
+    for dtype, scales in _EIGHT_BITS:
+        try:
+            found = "; ".join(_of_format(dtype, scales))
+        except Exception as error:  # whatever it is, the user should read it here
+            found = f"FAILED: {error}"
+        yield f"  {np.dtype(dtype).name:13} by {scales:6} {found}"
+
+
 def report() -> Iterator[str]:
     """The lines that the command prints."""
     yield from _versions()
     yield from _devices()
     yield from _heap_lines()
     yield from _ops()
+    yield from _eight_bits()
     if _heap.backend_in_use():
         taken = _heap.usage(_heap.default_platform())
         yield f"heap: the calls above took {taken / (1 << 20):.1f} MiB per device"

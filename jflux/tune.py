@@ -18,12 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from . import _config
 from ._call import tuning_tables
-from ._ops._spec import all_ops
 from ._tools import language_models, trials, tuner
 from ._tools.language_models import Product
 from ._tools.progress import Progress
-from ._tools.trials import Trial
 from ._tools.tuner import tune
 
 
@@ -48,7 +47,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--training", action="store_true", help="also the products of a model's gradients")
     add("--dry-run", action="store_true", help="prints the shapes, and measures nothing")
     add("--ranks", type=int, default=0, help="the first so many devices; all")
-    add("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
+    add(
+        "--dtype", default="bfloat16",
+        choices=["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8"],
+    )  # fmt: skip
+    add("--scales", choices=list(trials.SCALES), help="that operands of 8 bits have")
+    add("--unchecked", action="store_true", help="also kernels of jflux.config.unchecked_kernels")
     add("--transpose-rhs", action="store_true", help="w of OP:M,N,K is stored [n, k]")
     add("--rounds", type=int, default=5)
     add("--threads", type=int, default=1, help="that compile at the same time")
@@ -101,7 +105,7 @@ def _asked(args: argparse.Namespace, ranks: int) -> list[Product]:
 def _why_not(product: Product, ranks: int) -> str | None:
     """Why a model's product cannot be tuned over so many ranks."""
     try:
-        spec = all_ops()[product.op]
+        spec = tuner.spec_of(product.op)
         tuner.check_divides(spec, product.m, product.n, product.k, ranks)
     except ValueError as error:
         return str(error)
@@ -116,10 +120,10 @@ def _list(asked: Sequence[Product], ranks: int) -> None:
 
 def _key(product: Product, args: argparse.Namespace, mesh: Mesh) -> str | None:
     """By which a table knows the call; None if no kernel takes it."""
-    spec = all_ops()[product.op]
+    spec, mesh = tuner.spec_of(product.op), tuner.mesh_of(product.op, mesh)
     tuner.check_divides(spec, product.m, product.n, product.k, mesh.size)
-    trial = Trial(spec, "tp", product.transpose_rhs)
     dtype = jnp.dtype(args.dtype)
+    trial = tuner.trial_of(spec, "tp", dtype, args.scales, product.transpose_rhs)
     plan = tuner.plan_of(trial, product.m, product.n, product.k, mesh, dtype)
     return None if plan.key is None else str(plan.key)
 
@@ -145,9 +149,9 @@ def _tune(product: Product, args: argparse.Namespace, mesh: Mesh, title: str) ->
     try:
         result = tune(
             product.op, m=product.m, n=product.n, k=product.k, mesh=mesh,
-            dtype=jnp.dtype(args.dtype), transpose_rhs=product.transpose_rhs, rounds=args.rounds,
-            save=args.out is None, least_gain=args.least_gain, threads=args.threads,
-            progress=progress,
+            dtype=jnp.dtype(args.dtype), scales=args.scales, transpose_rhs=product.transpose_rhs,
+            rounds=args.rounds, save=args.out is None, least_gain=args.least_gain,
+            threads=args.threads, progress=progress,
         )  # fmt: skip
     finally:
         if bar is not None:
@@ -171,6 +175,12 @@ def main(argv: list[str] | None = None) -> int:
         _list(asked, ranks)
         return 0
     mesh = Mesh(np.array(jax.devices()[: args.ranks or None]), ("tp",))
+    with _config.override(unchecked_kernels=args.unchecked or _config.config.unchecked_kernels):
+        return _tune_all(asked, args, mesh)
+
+
+def _tune_all(asked: Sequence[Product], args: argparse.Namespace, mesh: Mesh) -> int:
+    """What `main` returns."""
     begun, longest = time.monotonic(), 0.0
     for i, product in enumerate(asked, 1):
         if args.out is not None and _is_in(args.out, product, args, mesh):

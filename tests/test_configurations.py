@@ -1,9 +1,14 @@
 """Every configuration of the GPU's main loop that is compiled, whatever would be chosen."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from harness import OPS, RANKS, check_values, make_mesh
 
+import jflux
 from jflux import testing
 from jflux._call import tuning_tables
 from jflux._stress.calls import Call
@@ -59,3 +64,28 @@ def test_clusters_that_share_k(op, splits, rows):
             )
             with tuning_tables.force(tuning_tables.Choice(128, 1, 1, splits)):
                 check_values(call, mesh, "tp", seed=rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("of_w", [(1, -1), (128, 128), (1, 128)], ids=str)
+def test_matmul_by_every_choice(of_w):
+    """Of operands with scales; a choice that they do not have is fitted. Several waves, ragged
+    tiles, and few rows whose k CTAs share."""
+    blocks = ((1, of_w[1]), of_w)
+    choices = [dataclasses.replace(c, group_m=3) for c in tuning_tables.compiled()]
+    choices += [tuning_tables.Choice(128, 1, 1, splits) for splits in (2, 4)]
+    for rows, n, k in ((700, 4368, 400), (2048, 4096, 512), (40, 1040, 784)):
+        wide = (jax.random.normal(jax.random.key(i), (a, k)) for i, a in enumerate((rows, n)))
+        x, w = (
+            jflux.quantize(a, jnp.float8_e4m3fn, block=block)
+            for a, block in zip(wide, blocks, strict=True)
+        )
+        exact = [np.asarray(a.dequantize(), np.float64) for a in (x, w)]
+        want, terms = exact[0] @ exact[1].T, np.abs(exact[0]) @ np.abs(exact[1]).T
+        for choice in choices:
+            with tuning_tables.force(choice):
+                f = jax.jit(lambda x, w: jflux.matmul(x, w, transpose_rhs=True))
+                (call,) = jflux.explain(f, x, w)
+                assert call.plan.config["group_m"] == choice.group_m
+                y = np.asarray(f(x, w))
+            testing.assert_close(y, want, terms, y.dtype, k)

@@ -1,5 +1,7 @@
 """python -m jflux.doctor, as a user runs it."""
 
+import dataclasses
+import functools
 import getpass
 import os
 import re
@@ -9,15 +11,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, RANKS
+from harness import PLATFORM, RANKS, make_mesh
 from workers.common import environment
 
 import jflux
-from jflux import _native
+from jflux import _native, doctor
 from jflux._ops._spec import all_ops
-from jflux._tools import bug_reports
+from jflux._tools import bug_reports, trials
 
 
 def _doctor(devices: int, *args: str, **variables: str) -> str:
@@ -51,6 +54,12 @@ def test_what_it_says():
             assert re.search(rf"^  {op} +{dtype} +fused{sizes}: ok$", output, re.M), output
         if spec.takes("cuda" if PLATFORM == "gpu" else "cpu", np.float32):
             assert re.search(rf"^  {op} +float32 +fused{sizes}: ok$", output, re.M), output
+    for operands in ("float8_e4m3fn by row", "float8_e5m2   by row", "int8          by row"):
+        assert re.search(rf"^  {operands}    .*: ok$", output, re.M), output
+    assert re.search(r"^  float8_e4m3fn by row    kernel of all_gather_matmul: ok", output, re.M)
+    block = r"^  float8_e4m3fn by block  (no kernel \(.*\)|kernel of .*): ok$"
+    of_blocks = re.search(block, output, re.M)
+    assert of_blocks and (PLATFORM == "gpu" or of_blocks[1].endswith("on GPUs alone)"))
     if PLATFORM == "gpu":
         assert re.search(r"links of device 0, .* to device \d+: \d+/\d+", output)
         assert re.search(r"float32 +reference \(operands are float32", output)
@@ -61,6 +70,24 @@ def test_one_device():
         output = _doctor(1)
         assert "\ndevices: 1 x cpu" in output and "\nops: one device has nobody to talk" in output
         assert "all_reduce" not in output
+
+
+@pytest.mark.parametrize("scales, axis", [("row", 0), ("block", 0), ("block", 1)])
+def test_scales_of_another_row_or_block_are_found(scales, axis):
+    def wrong(x, w, **options):
+        turned = jflux.Scaled(x.values, jnp.roll(x.scale, 1, axis))
+        return jflux.reference.all_gather_matmul(turned, w, **options)
+
+    spec = dataclasses.replace(all_ops()["all_gather_matmul"], function=wrong)
+    for one in (spec, dataclasses.replace(spec, function=spec.reference)):
+        trial = trials.Trial(one, transpose_rhs=True, scales=scales)
+        mesh = make_mesh((RANKS,))
+        try_it = functools.partial(doctor._try_scaled, trial, mesh, jnp.float8_e4m3fn)
+        if one is spec:
+            with pytest.raises(AssertionError, match="the largest error is"):
+                try_it()
+        else:
+            assert try_it() == "ok"
 
 
 LOG = """I0000 00:00:00 host-7.example:4242] starting

@@ -12,7 +12,7 @@ from harness import PLATFORM, RANKS
 import jflux
 from jflux._call import tuning_tables
 from jflux._ops._spec import all_ops
-from jflux._tools import language_models, trials, tuner
+from jflux._tools import language_models, tuner
 from jflux._tools.language_models import MODELS, Product, Sizes
 from jflux.plan import models as plan_models
 
@@ -89,7 +89,7 @@ def tuned(monkeypatch):
 
     def fake(op, *, m, n, k, mesh, dtype, transpose_rhs, **options):
         seen.append((op, m, n, k, options))
-        trial = trials.Trial(all_ops()[op], "tp", transpose_rhs)
+        trial = tuner.trial_of(all_ops()[op], "tp", dtype, options["scales"], transpose_rhs)
         key = tuner.plan_of(trial, m, n, k, mesh, dtype).key
         return tuner.Result(
             key, {tuning_tables.Choice(128, 2, 4): 1e-3}, tuning_tables.Choice(128, 2, 4)
@@ -97,6 +97,20 @@ def tuned(monkeypatch):
 
     monkeypatch.setattr(tune, "tune", fake)
     return seen
+
+
+@pytest.mark.skipif(RANKS < 2, reason="one rank has nothing to tune")
+def test_a_table_of_8_bits(tuned, tmp_path):
+    """Calls by tensor and by row are one entry."""
+    path = tmp_path / "table.json"
+    shape = "all_gather_matmul:2048,2048,2048"
+    args = ["--dtype", "float8_e4m3fn", "--ranks", "2", "--unchecked", "--out", str(path)]
+    for scales in ("row", "row", "tensor"):
+        assert tune.main([shape, *args, "--scales", scales]) == 0
+    (key,) = json.loads(path.read_text())["choices"]
+    assert key.startswith("all_gather_matmul float8_e4m3fn.float8_e4m3fn.")
+    assert key.endswith(" scales=of_sums") or PLATFORM == "cpu"  # which scales y after its kernel
+    assert [o["scales"] for *_, o in tuned] == ["row"]
 
 
 @pytest.mark.skipif(PLATFORM == "gpu", reason="chooses the number of virtual devices")

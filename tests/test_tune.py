@@ -20,14 +20,15 @@ from workers.common import environment
 
 import jflux
 from jflux import _config
-from jflux._call import explain, tuning_tables
+from jflux._call import explain, gpu_code, tuning_tables
 from jflux._call.plans import Machine
 from jflux._call.tuning_tables import DECOMPOSED, Choice, Key
 from jflux._ops._spec import all_ops, products
-from jflux._ops.products import all_gather_matmul
+from jflux._ops.products import all_gather_matmul, matmul, matmul_reduce_scatter
 from jflux._stress.calls import per_device
 from jflux._tools import trials, tuner
 
+E4M3 = np.dtype(jnp.float8_e4m3fn)
 GPU = "NVIDIA H200"
 MACHINE = Machine("cuda", sm_count=132, link_gbps=320)
 KEY = Key("all_gather_matmul", 4, 8192, 12288, 12288, "bfloat16", False)
@@ -74,6 +75,88 @@ def test_key_of_a_call_is_what_tune_stores(op, own_tables, monkeypatch):
     assert (key.ranks, key.dtype, key.transpose_rhs) == (2, "bfloat16", False)
     assert str(key) == f"{op} bfloat16 ranks=2 rows={key.rows} n={key.n} k={key.k} w=kn"
     assert tuning_tables._KEY.fullmatch(str(key))
+
+
+OPS = {module.OP: module._op for module in (all_gather_matmul, matmul_reduce_scatter)}
+
+
+def planned(op, scales, machine=MACHINE):
+    """The plan on GPUs of a call of 8 bits with such scales, as `jflux.tune` makes it."""
+    spec = tuner.spec_of(op)
+    trial = tuner.trial_of(spec, "tp", E4M3, scales, transpose_rhs=True)
+    mesh = tuner.mesh_of(op, make_mesh((2,)))
+    specs = trial.partition
+    f = jax.shard_map(
+        trial.function(), mesh=mesh, in_specs=specs[:2], out_specs=specs[2], check_vma=False
+    )
+    traced = jax.make_jaxpr(f)(*trial.shapes(1024, 1024, 2048, mesh, E4M3))
+    equations = traced.jaxpr.eqns[0].params["jaxpr"].eqns
+    (call,) = (one for one in equations if one.primitive.name == f"jflux_{op}")
+    arrays, params = [v.aval for v in call.invars], call.params["params"]
+    with jflux.config(unchecked_kernels=True):
+        if op == "matmul":
+            return matmul._plan(arrays, params)
+        return OPS[op].plan(arrays, params, machine)
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul"])
+def test_calls_with_scales(op, own_tables, monkeypatch):
+    """Keys tell scales apart that kernels do. A choice under a key reaches such calls alone, and
+    is fitted to the scales."""
+    with monkeypatch.context() as patch:
+        patch.setattr(tuning_tables, "lookup", lambda key, gpu: Choice(256, 2, 4))
+        keys, tiles = zip(
+            *((p.key, p.config["tile_n"]) for p in map(planned, [op] * 3, trials.SCALES)),
+            strict=True,
+        )
+    tensor, row, block = keys
+    formats = ".".join([E4M3.name] * 2 + ["bfloat16"])
+    ranks = 1 if op == "matmul" else 2
+    n, k = {"all_gather_matmul": (512, 2048), "matmul_reduce_scatter": (1024, 1024)}.get(
+        op, (1024, 2048)
+    )
+    assert tensor == row == Key(op, ranks, 1024, n, k, formats, True, "of_sums")
+    assert block == dataclasses.replace(row, scales="of_blocks")
+    assert tiles == (256, 256, 192)  # tiles of two consumers have no room for sums of blocks
+    path = tuning_tables.user_path(GPU)
+    tuning_tables.store(path, {str(row): [128, 1, 4, 1], str(block): DECOMPOSED})
+    assert len(tuning_tables.load(path)) == 2
+    assert tuning_tables.lookup(row, GPU) == Choice(128, 1, 4)
+    assert tuning_tables.lookup(block, GPU) == DECOMPOSED
+    assert tuning_tables.lookup(dataclasses.replace(row, scales=""), GPU) is None
+    for key in (row, block):
+        found = tuner.candidates(key, MACHINE)
+        compiled = {c.tile_n for c in tuning_tables.compiled()}
+        assert {c.tile_n for c in found} == {c for c in compiled if key == row or c <= 192}
+        assert len(set(found)) == len(found) and (ranks > 1 or all(c.group_m for c in found))
+    monkeypatch.setattr(tuning_tables, "lookup", lambda key, gpu: Choice(100, 1, 1))
+    with pytest.raises(ValueError, match="no kernel takes the configuration"):
+        planned(op, "row")
+
+
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul"])
+def test_calls_with_scales_take_what_was_fastest(op, own_tables, monkeypatch):
+    kind = jax.devices()[0].device_kind
+    machine = dataclasses.replace(MACHINE, device_kind=kind)
+    monkeypatch.setattr(tuner._heap, "_cuda_usable", lambda: True)
+    monkeypatch.setattr(tuner._heap, "kernel_arch", lambda: gpu_code.HOPPER)
+    monkeypatch.setattr(gpu_code, "gpu_here", lambda: kind)
+    monkeypatch.setattr(tuner.plans, "machine_of", lambda *_: machine)
+    monkeypatch.setattr(tuner, "plan_of", lambda trial, *_: planned(op, trial.scales))
+    tried = []
+
+    def measure(trial, choices, **_):
+        tried.extend(choices)
+        return {choice: 2.0 if choice != choices[-2] else 1.0 for choice in choices}
+
+    monkeypatch.setattr(tuner, "measure", measure)
+    before = [planned(op, scales, machine).choice.tolist() for scales in trials.SCALES]
+    result = jflux.tune(
+        op, m=1024, n=1024, k=2048, mesh=make_mesh((2,)), dtype=E4M3, scales="row", save=False
+    )
+    assert tried[-1] == DECOMPOSED and result.best == tried[-2]
+    after = [planned(op, scales, machine).choice.tolist() for scales in trials.SCALES]
+    assert after == [tuning_tables.as_json(result.best)] * 2 + before[2:] != before
 
 
 def test_candidates():
@@ -323,10 +406,29 @@ def test_measuring_on_what_is_here(monkeypatch):
     assert seen[-1][0] == seen[-1][1]
 
 
+@pytest.mark.parametrize("op, scales", [("all_gather_matmul", "row"), ("matmul", "block")])
+def test_measuring_operands_with_scales(op, scales, monkeypatch):
+    monkeypatch.setattr(trials, "iterations_for", lambda *_: 2)
+    tried = [Choice(192, 2, 8), DECOMPOSED]
+    trial = tuner.trial_of(tuner.spec_of(op), "tp", E4M3, scales, transpose_rhs=False)
+    mesh = tuner.mesh_of(op, make_mesh((RANKS,)))
+    sizes = {"m": 16 * RANKS, "n": 16 * RANKS, "k": 256}
+    with jflux.config(strict=False):  # CPUs have few kernels for 8 bits
+        seconds = tuner.measure(trial, tried, **sizes, mesh=mesh, dtype=E4M3, rounds=1)
+    assert list(seconds) == tried and all(s > 0 for s in seconds.values())
+    x, w = trial.operands(**sizes, mesh=mesh, dtype=E4M3)
+    linked = trials.with_corner(x, jnp.full((4, 4), 3, jnp.bfloat16))
+    assert (x.dtype, w.shape, float(linked.values[0, 0])) == (E4M3, (sizes["n"], 256), 3)
+    assert np.array_equal(linked.scale, x.scale)  # which only comes later
+
+
 def test_wrong_arguments():
-    tuned = ", ".join(name for name, spec in all_ops().items() if spec.tuned)
+    tuned = ", ".join([*(name for name, spec in all_ops().items() if spec.tuned), "matmul"])
     with pytest.raises(ValueError, match=f"op='all_gather' must be one of {tuned}$"):
         jflux.tune("all_gather", m=8, n=8, k=8)
+    for options in ({"scales": "row"}, {"scales": "column", "dtype": E4M3}):
+        with pytest.raises(ValueError, match="must be one of tensor, row, block, of operands of 8"):
+            jflux.tune("all_gather_matmul", m=8, n=8, k=8, **options)
     if PLATFORM == "cpu":
         with pytest.raises(RuntimeError, match="kernels for GPUs, and there is no GPU"):
             jflux.tune("all_gather_matmul", m=8, n=8, k=8)
@@ -399,3 +501,26 @@ def test_tuned_calls_take_what_was_fastest(op, own_tables):
     if result.best != DECOMPOSED:
         numbers = ", ".join(map(str, tuning_tables.as_json(result.best)))
         assert f"choice = dense<[{numbers}]>" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scales", ["row", "block"])
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul"])
+def test_tuned_calls_with_scales(op, scales, own_tables):
+    m = n = k = 512 * RANKS
+    result = jflux.tune(op, m=m, n=n, k=k, dtype=E4M3, scales=scales, rounds=3)
+    assert result.key.scales == {"row": "of_sums", "block": "of_blocks"}[scales]
+    assert len(result.seconds) > 3 and all(s > 0 for s in result.seconds.values())
+    stored = tuning_tables.load(tuning_tables.user_path(jax.devices()[0].device_kind))
+    assert stored == {str(result.key): tuning_tables.as_json(result.best)}
+    mesh = tuner.mesh_of(op, make_mesh((RANKS,)))
+    trial = tuner.trial_of(tuner.spec_of(op), "tp", E4M3, scales, transpose_rhs=True)
+    *in_specs, y_spec = trial.partition
+    f = jax.shard_map(
+        trial.function(), mesh=mesh, in_specs=tuple(in_specs), out_specs=y_spec, check_vma=False
+    )
+    with jflux.config(always=False, strict=False):
+        text = jax.jit(f).lower(*trial.shapes(m, n, k, mesh, E4M3)).as_text()
+    numbers = ", ".join(map(str, tuning_tables.as_json(result.best)))
+    taken = f"@jflux_{op}(" in text and f"choice = dense<[{numbers}]>" in text
+    assert taken == (result.best != DECOMPOSED)

@@ -32,10 +32,11 @@ class Explained:
         lines.append(f"  path    {self.plan.path}")
         if "tile_n" in self.plan.config:  # of other ops the reason says all
             c = self.plan.config
+            sends = self.plan.workspace_bytes > 0
+            senders = f", {self.plan.senders or 'all'} senders" if sends else ""
             lines.append(
                 f"  config  tiles 128 x {c['tile_n']}, clusters of {c['cluster_m']}, raster groups "
-                f"of {c['group_m'] or 'all'} rows of clusters, k in {c['splits']}, "
-                f"{self.plan.senders or 'all'} senders"
+                f"of {c['group_m'] or 'all'} rows of clusters, k in {c['splits']}{senders}"
             )
         if self.plan.workspace_bytes:
             lines.append(f"  heap    {self.plan.workspace_bytes / (1 << 20):.2f} MiB per rank")

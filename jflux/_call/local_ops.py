@@ -23,6 +23,10 @@ def _takes_all(arrays: Arrays, params: Any, platform: str) -> None:
     return None
 
 
+def _on_a_gpu(arrays: Arrays, params: Any) -> Plan:
+    return Plan(Path.FUSED, "a local op on a GPU")
+
+
 def kernel(
     name: str,
     *,
@@ -33,6 +37,7 @@ def kernel(
     on_cpus: bool = True,
     is_optional: bool = False,
     prepare: Callable[[Arrays, Any], Any] | None = None,
+    plan: Callable[[Arrays, Any], Plan | WhyNot] = _on_a_gpu,
 ) -> Form:
     """The form of a local op that is its kernel.
 
@@ -48,6 +53,7 @@ def kernel(
       is_optional: whether the reference is as good as the kernel. If so, a call that no kernel
         takes is not logged, and is no error in strict mode.
       prepare: as in `Kernel`.
+      plan: of a call that the kernel takes on GPUs, where tuning tables know such calls.
     """
 
     def takes(call: Call, machine: Machine) -> Plan | WhyNot:
@@ -67,7 +73,7 @@ def kernel(
             return WhyNot("this build of jflux has no GPU kernels", unsupported=True)
         if why := plans.why_unchecked(checked_on_gpus) or why_no_code(arrays, params):
             return refuse(why)
-        return Plan(Path.FUSED, "a local op on a GPU")
+        return plan(arrays, params)
 
     def why_no_code(arrays: Arrays, params: Any) -> str | None:
         """Why this process's GPUs have no code that takes the call, or None."""

@@ -201,7 +201,7 @@ class Machine:
 
 
 #: Multiprocessors of an H100 or H200, for devices that cannot be asked.
-_USUAL_SM_COUNT = 132
+USUAL_SM_COUNT = 132
 
 
 def machine_of(platform: str, mesh: Mesh) -> Machine:
@@ -216,7 +216,7 @@ def machine_of(platform: str, mesh: Mesh) -> Machine:
     capability = getattr(first, "compute_capability", None)
     machine = Machine(
         platform=platform,
-        sm_count=(_heap.sm_count() if is_here else own) or _USUAL_SM_COUNT,
+        sm_count=(_heap.sm_count() if is_here else own) or USUAL_SM_COUNT,
         link_gbps=_heap.link_gbps() if is_here else 0.0,
         heap_bytes=_heap.heap_bytes(platform),
         device_kind=first.device_kind if is_here and len(kinds) == 1 else "",

@@ -59,6 +59,7 @@ class Key:
       n: columns of w, of all weights if they are several.
       k: of x, of all terms if they are several.
       dtype: of x and w, and that or a wider one of y; "x.w.y" for a type that no result has.
+      scales: of the operands, as `Scales` of jflux/_ops/_scaled.py names them; "": they have none.
     """
 
     op: str
@@ -68,16 +69,20 @@ class Key:
     k: int
     dtype: str
     transpose_rhs: bool
+    scales: str = ""
 
     def __str__(self) -> str:
         layout = "nk" if self.transpose_rhs else "kn"
         return (
             f"{self.op} {self.dtype} ranks={self.ranks} rows={self.rows} n={self.n} k={self.k} "
-            f"w={layout}"
+            f"w={layout}{self.scales and f' scales={self.scales}'}"
         )
 
 
-_KEY = re.compile(r"(\w+) ([\w.]+) ranks=\d+ rows=\d+ n=\d+ k=\d+ w=(kn|nk)")
+_KEY = re.compile(
+    r"(\w+) ([\w.]+) ranks=\d+ rows=\d+ n=\d+ k=\d+ w=(kn|nk)"
+    r"( scales=of_(sums|blocks|vectors))?"
+)
 
 Table = dict[str, Any]  # str(Key) -> [tile_n, cluster_m, group_m, splits] or "decomposed"
 
@@ -92,7 +97,7 @@ def _why_not(key: str, entry: Any) -> str | None:
     match = _KEY.fullmatch(key)
     if match is None:
         return f"{_short(repr(key))} names no call"
-    if match[1] not in {name.removeprefix("jflux_") for name, _, _ in _native.lib.targets()}:
+    if not _native.dtypes(match[1], "cuda"):
         return f"{match[1]!r} is not an op of this version"
     if entry == DECOMPOSED:
         return None

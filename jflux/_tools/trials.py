@@ -18,6 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import _native
+from .._ops._quantize import quantize
+from .._ops._scaled import Scaled
 from .._ops._spec import OpSpec
 
 
@@ -30,6 +32,15 @@ class Timing:
     high: float
 
 
+#: By what operands have a scale: what shares an entry of x's scale, [m, k], and of that of a w that
+#: is stored [n, k].
+SCALES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
+    "tensor": ((-1, -1), (-1, -1)),
+    "row": ((1, -1), (1, -1)),
+    "block": ((1, 128), (128, 128)),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Trial:
     """One way to call a product on matrices, over a mesh axis.
@@ -39,12 +50,14 @@ class Trial:
       axis: the mesh axis, or a tuple of them.
       transpose_rhs: w is stored [n, k].
       way: which of the op's ways.
+      scales: of operands of 8 bits, one of `SCALES`; None: operands have none.
     """
 
     spec: OpSpec
     axis: Any = "tp"
     transpose_rhs: bool = False
     way: int = 0
+    scales: str | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -67,11 +80,53 @@ class Trial:
         return functools.partial(op, **self.options, **options)
 
     def operands(self, m: int, n: int, k: int, mesh: Mesh, dtype: Any) -> tuple[Any, Any]:
-        """Global x [m, k] and w [k, n] (or [n, k]), whose product is of order 1."""
+        """Global x [m, k] and w [k, n] (or [n, k]), whose product is of order 1. With scales each
+        rank's part has its own. Kernels multiply an x of float8_e5m2 by float8_e4m3fn."""
         x_spec, w_spec, _ = self.partition
-        w_shape = (n, k) if self.transpose_rhs else (k, n)
-        x = normal(mesh, x_spec, (m, k), dtype, seed=1)
-        return x, normal(mesh, w_spec, w_shape, dtype, seed=2, scale=float(1 / np.sqrt(k)))
+        types = (jnp.bfloat16, jnp.bfloat16) if self.scales else (dtype, _type_of_w(dtype))
+        x = normal(mesh, x_spec, (m, k), types[0], seed=1)
+        w_shape, scale = self._w_shape(n, k), float(1 / np.sqrt(k))
+        w = normal(mesh, w_spec, w_shape, types[1], seed=2, scale=scale)
+        return self._quantized(mesh, dtype)(x, w) if self.scales else (x, w)
+
+    def shapes(self, m: int, n: int, k: int, mesh: Mesh, dtype: Any) -> tuple[Any, Any]:
+        """Shapes, types and shardings of :meth:`operands`."""
+        x_spec, w_spec, _ = self.partition
+        types = (jnp.bfloat16, jnp.bfloat16) if self.scales else (dtype, _type_of_w(dtype))
+        x: Any = jax.ShapeDtypeStruct((m, k), types[0])
+        w: Any = jax.ShapeDtypeStruct(self._w_shape(n, k), types[1])
+        if self.scales:
+            x, w = jax.eval_shape(self._quantized(mesh, dtype), x, w)
+
+        def sharded(operand: Any, spec: P) -> Any:
+            sharding = NamedSharding(mesh, spec)
+            return jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), operand
+            )
+
+        return sharded(x, x_spec), sharded(w, w_spec)
+
+    def _w_shape(self, n: int, k: int) -> tuple[int, int]:
+        return (n, k) if self.transpose_rhs else (k, n)
+
+    def quantize(self, x: Any, w: Any, *, dtype: Any) -> tuple[Scaled, Scaled]:
+        """One rank's x and w, with `scales`."""
+        assert self.scales is not None and self.transpose_rhs
+        x_block, w_block = SCALES[self.scales]
+        wq = quantize(w, _type_of_w(dtype), block=w_block)
+        return quantize(x, dtype, block=x_block), wq
+
+    def _quantized(self, mesh: Mesh, dtype: Any) -> Callable[..., tuple[Scaled, Scaled]]:
+        """A function of global x and w."""
+        f, specs = functools.partial(self.quantize, dtype=dtype), self.partition[:2]
+        return jax.jit(
+            jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+        )
+
+
+def _type_of_w(dtype: Any) -> Any:
+    """Of a w that is multiplied by an x of this type."""
+    return jnp.float8_e4m3fn if dtype == jnp.float8_e5m2 else dtype
 
 
 def normal(
@@ -91,7 +146,11 @@ CALLS_IN_A_BODY = 4
 
 
 def with_corner(a: Any, y: Any) -> Any:
-    """`a`, whose first element is y's."""
+    """`a`, whose first element is y's. Of an operand with a scale that is the first value, and the
+    scale comes after y too."""
+    if isinstance(a, Scaled):
+        first = a.scale[:1, :1] + 0 * y[:1, :1].astype(jnp.float32)
+        return Scaled(with_corner(a.values, y), with_corner(a.scale, first))
     corner = y[(slice(0, 1),) * y.ndim].reshape((1,) * a.ndim).astype(a.dtype)
     return lax.dynamic_update_slice(a, corner, (0,) * a.ndim)
 

@@ -13,14 +13,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+import numpy as np
+from jax.sharding import Mesh
 
 from .. import _config, _heap, _native
 from .._call import explain, gpu_code, plans, tuning_tables
 from .._call.plans import Machine, Plan
 from .._call.tuning_tables import DECOMPOSED, Choice, Key
+from .._ops._collective import Collective
+from .._ops._scaled import Scales
 from .._ops._spec import OpSpec, all_ops
-from .._ops.products import _product_plan
+from .._ops.products import _product_plan, matmul
 from .._ranks import meshes
 from . import trials
 from .trials import Trial
@@ -49,6 +52,43 @@ class Result:
         return "\n".join(lines)
 
 
+def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, w, *, axis_name, **options: function(x, w, **options)
+
+
+#: The product on one rank, as one over an axis of one rank.
+_MATMUL = OpSpec(
+    name=matmul.OP,
+    function=_alone(matmul.matmul),
+    reference=_alone(matmul.matmul),
+    communication=lambda ndim, **_: Collective("all_reduce"),
+    product="after",
+    tuned=True,
+)
+
+
+def tuned_ops() -> Mapping[str, OpSpec]:
+    """The ops whose kernels have configurations to choose from, by name."""
+    found = {name: spec for name, spec in all_ops().items() if spec.tuned}
+    return {**found, _MATMUL.name: _MATMUL}
+
+
+def spec_of(op: str) -> OpSpec:
+    """Of one of :func:`tuned_ops`; raises ValueError for another name."""
+    ops = tuned_ops()
+    if op not in ops:
+        raise ValueError(f"jflux.tune: {op=} must be one of {', '.join(ops)}")
+    return ops[op]
+
+
+def mesh_of(op: str, mesh: Mesh) -> Mesh:
+    """The mesh of an op's calls: for a product on one rank, a device of this process."""
+    if op != _MATMUL.name or mesh.size == 1:
+        return mesh
+    one = np.array(jax.local_devices()[:1]).reshape((1,) * len(mesh.axis_names))
+    return Mesh(one, mesh.axis_names)
+
+
 def tune(
     op: str,
     *,
@@ -58,6 +98,7 @@ def tune(
     mesh: Mesh | None = None,
     axis_name: meshes.AxisName = "tp",
     dtype: Any = jnp.bfloat16,
+    scales: str | None = None,
     transpose_rhs: bool = False,
     rounds: int = 5,
     save: bool = True,
@@ -72,15 +113,18 @@ def tune(
     With several processes, all of them must call it, with the same arguments.
 
     Args:
-      op: the name of an op that multiplies. Of all-to-alls, the first way in which its
-        documentation calls it is timed; what is chosen holds for other shards of the same size too.
+      op: the name of an op that multiplies; "matmul", on one device, if operands have scales. Of
+        all-to-alls, the first way in which its documentation calls it is timed; what is chosen
+        holds for other shards of the same size too.
       m: rows of the gathered x, or of x before the scatter, or of y.
       n: columns of w, over all ranks for all_gather_matmul.
       k: columns of x, over all ranks for matmul_reduce_scatter and matmul_all_reduce.
       mesh: by default all devices, along `axis_name`.
       axis_name: the ranks' axis, or a tuple of them.
-      dtype: of x, w and y.
-      transpose_rhs: w is stored [n, k].
+      dtype: of x, w and y. If it has 8 bits, of x and w; y is bfloat16.
+      scales: of x and w, if they have any: "tensor", "row" (of w: column) or "block" (1 x 128 of x,
+        128 x 128 of w). Calls by tensor and by row have one kernel, and one choice.
+      transpose_rhs: w is stored [n, k]. If it has 8 bits it always is: kernels take no other.
       rounds: how often each candidate is timed that is not clearly slower in the first two.
       save: also writes the choice to the user's table ($JFLUX_TUNING_DIR, else the user's cache
         directory), where later processes find it.
@@ -97,26 +141,29 @@ def tune(
         takes, and so has nothing to choose: says why.
       RuntimeError: where there is nothing to choose: no GPUs with kernels, or one rank.
     """
-    spec = all_ops().get(op)
-    if spec is None or not spec.tuned:
-        names = ", ".join(name for name, one in all_ops().items() if one.tuned)
-        raise ValueError(f"jflux.tune: {op=} must be one of {names}")
+    spec = spec_of(op)
+    trial = trial_of(spec, axis_name, dtype, scales, transpose_rhs)
     if not _heap._cuda_usable():
         why = _heap._why_no_cuda() if jax.default_backend() == "gpu" else "there is no GPU"
         raise RuntimeError(f"jflux.tune chooses among kernels for GPUs, and {why}")
-    if why := gpu_code.why_not(op, _heap.kernel_arch(), gpu_code.gpu_here()):
+    arch = gpu_code.arch_here() if spec is _MATMUL else _heap.kernel_arch()
+    if why := gpu_code.why_not(op, arch, gpu_code.gpu_here()):
         raise RuntimeError(f"jflux.tune: {op}: {why}")
     if mesh is None:
         mesh = jax.make_mesh((jax.device_count(),), meshes.as_tuple(axis_name))
-    if _ranks(mesh, axis_name) == 1:
+    mesh = mesh_of(op, mesh)
+    if _ranks(mesh, axis_name) == 1 and spec is not _MATMUL:
         raise RuntimeError("jflux.tune: one rank has no communication, and so nothing to choose")
     gpu = mesh.devices.flat[0].device_kind
-    trial = Trial(spec, axis_name, transpose_rhs)
     check_divides(spec, m, n, k, _ranks(mesh, axis_name))
     plan = plan_of(trial, m, n, k, mesh, dtype)
     if plan.path != plans.Path.FUSED:
         raise ValueError(f"jflux.tune: {op} of {m} x {n} x {k} has no kernel: {plan.reason}")
-    machine = plans.machine_of("cuda", mesh)
+    if spec is _MATMUL:  # which needs no heap
+        sm_count = getattr(mesh.devices.flat[0], "core_count", None)
+        machine = Machine("cuda", sm_count=sm_count or plans.USUAL_SM_COUNT)
+    else:
+        machine = plans.machine_of("cuda", mesh)
     tried: list[Choice | str] = [*candidates(plan.key, machine), DECOMPOSED]
     seconds = measure(
         trial, tried, m=m, n=n, k=k, mesh=mesh, dtype=dtype, rounds=rounds, threads=threads,
@@ -131,14 +178,27 @@ def tune(
     return Result(plan.key, seconds, best)
 
 
+def trial_of(
+    spec: OpSpec,
+    axis_name: meshes.AxisName,
+    dtype: Any,
+    scales: str | None,
+    transpose_rhs: bool,
+) -> Trial:
+    """The call that is timed. Raises ValueError for scales that there are not, or that `dtype` does
+    not have."""
+    is_narrow = jnp.dtype(dtype).itemsize == 1
+    if scales is not None and (scales not in trials.SCALES or not is_narrow):
+        raise ValueError(
+            f"jflux.tune: {scales=} must be one of {', '.join(trials.SCALES)}, of operands of 8 "
+            f"bits, or None; dtype is {jnp.dtype(dtype)}"
+        )
+    return Trial(spec, axis_name, transpose_rhs or is_narrow, scales=scales)
+
+
 def plan_of(trial: Trial, m: int, n: int, k: int, mesh: Mesh, dtype: Any) -> Plan:
     """What the kernel does for a call of these global sizes, if it takes the call."""
     x_spec, w_spec, y_spec = trial.partition
-    w_shape = (n, k) if trial.transpose_rhs else (k, n)
-    shapes = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-        for shape, spec in (((m, k), x_spec), (w_shape, w_spec))
-    ]
     f = jax.jit(
         jax.shard_map(
             trial.function(), mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec,
@@ -146,8 +206,9 @@ def plan_of(trial: Trial, m: int, n: int, k: int, mesh: Mesh, dtype: Any) -> Pla
         )
     )  # fmt: skip
     with _config.override(always=True, configuration=None):
-        (call, *_) = explain.explain(f, *shapes)
-    return call.plan
+        calls = explain.explain(f, *trial.shapes(m, n, k, mesh, dtype))
+    found = (call.plan for call in calls if call.op == trial.spec.name)
+    return next(found, plans.unsupported("lax takes such operands"))
 
 
 #: First every candidate is timed in so many rounds, on normal numbers. One that takes so much
@@ -260,7 +321,7 @@ def candidates(key: Key, machine: Machine) -> list[Choice]:
         """What the kernel makes of a choice; None if it cannot."""
         call = native_call(key) | (dataclasses.asdict(choice) if choice else {})
         try:
-            native = machine.native_plan(key.op, call)
+            native = machine.native_plan(kernel_of(key), call)
         except ValueError:
             return None
         return Choice(*(native[field.name] for field in dataclasses.fields(Choice)))
@@ -275,8 +336,9 @@ def candidates(key: Key, machine: Machine) -> list[Choice]:
             continue  # half of each cluster would compute nothing
         near = max(1, first.group_m * first.cluster_m // tile.cluster_m)
         groups = {near // 2, near, 2 * near, min(16, most)} - {0}
-        # One raster group of all rows; with one row of tiles every group is.
-        if 1 < most and key.rows <= _MOST_IN_ONE_GROUP:
+        # One raster group of all rows; with one row of tiles every group is. Of one rank, many rows
+        # of clusters are as good.
+        if 1 < most and key.ranks > 1 and key.rows <= _MOST_IN_ONE_GROUP:
             groups.add(0)
         tried += [
             dataclasses.replace(tile, group_m=group)
@@ -294,10 +356,17 @@ def candidates(key: Key, machine: Machine) -> list[Choice]:
 
 def native_call(key: Key) -> dict[str, int]:
     """A call of this key, as the native plan function reads it."""
-    dtype = jnp.dtype(key.dtype)
+    names = key.dtype.split(".")
+    x, w, y = (jnp.dtype(name) for name in (names * 3 if len(names) == 1 else names))
     return _product_plan.Sizes(
-        key.op, key.ranks, 1, key.rows // key.ranks, key.k, key.n, dtype, dtype, key.transpose_rhs
-    ).native()
+        key.op, key.ranks, 1, key.rows // key.ranks, key.k, key.n, x, y, key.transpose_rhs,
+        w_dtype=None if w == x else w, scales=Scales[key.scales.upper() or "NONE"],
+    ).native()  # fmt: skip
+
+
+def kernel_of(key: Key) -> str:
+    """The op whose kernel, and whose native plan, a call of this key has."""
+    return "all_gather_matmul" if key.op == matmul.OP else key.op
 
 
 def pick(seconds: Mapping[Choice | str, float], least_gain: float = 0.0) -> Choice | str:

@@ -5,6 +5,7 @@
 #ifndef JFLUX_OPS_MATMUL_MATMUL_H_
 #define JFLUX_OPS_MATMUL_MATMUL_H_
 
+#include <optional>
 #include <string>
 
 #include "ops/all_gather_matmul/all_gather_matmul.h"
@@ -17,16 +18,19 @@ inline constexpr OpId kMatmulId{43};
 inline constexpr OpFormats kMatmulFormats{SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
                                           SetOf(DType::kF16, DType::kBF16, DType::kF32)};
 
+// `given`: what was measured or is forced, if anything.
 inline GemmChoice ChooseMatmul(const AllGatherMatmulParams& p,
-                               const AllGatherMatmulOperands& operands, const Machine& machine) {
-  const GemmChoice wanted =
-      ChooseAllGather(/*world=*/1, p.rows.Total(), p.n, p.k, p.dtype, machine, p.transpose_rhs);
+                               const AllGatherMatmulOperands& operands,
+                               const std::optional<GemmChoice>& given, const Machine& machine) {
+  const GemmChoice wanted = given ? *given
+                                  : ChooseAllGather(/*world=*/1, p.rows.Total(), p.n, p.k, p.dtype,
+                                                    machine, p.transpose_rhs);
   return FitWeights(wanted, p, operands.gated, operands.scales, machine);
 }
 
-// Enqueues the call on `stream` of the current device. `choice`: of columns and CTAs, or null.
+// Enqueues the call on `stream` of the current device.
 bool LaunchMatmul(const AllGatherMatmulParams& params, const AllGatherMatmulOperands& operands,
-                  const GemmChoice* choice, cudaStream_t stream, std::string* error);
+                  const std::optional<GemmChoice>& given, cudaStream_t stream, std::string* error);
 
 bool LoadMatmulKernels(std::string* error);
 

@@ -17,11 +17,11 @@ namespace {
 
 struct Attributes {
   WeightsAttributes weights;
-  Int64s tile;  // columns and cluster_m of a GemmChoice; empty: none
+  Int64s choice;  // the numbers of a GemmChoice, which is fitted to the operands; zeros: none
 
   void Read(AttributeReader& read) {
     weights.Read(read);
-    read("tile", &tile);
+    read("choice", &choice);
   }
 };
 
@@ -50,10 +50,11 @@ ffi::Error Cuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::AnyBuffer 
     return AllGatherMatmulParams{Rows{1, 1, rows}, k, n, *dtype, *out_dtype, true, false, *w_dtype};
   };
   std::string why = ReadWeights(a.weights, rest, results, params_of, &p, &operands);
-  GemmChoice choice{};
-  if (a.tile.size() == 2) {
-    choice = {static_cast<int32_t>(a.tile[0]), static_cast<int32_t>(a.tile[1]), 8};
-    if (why.empty() && !(IsPossible(choice) && CanTake(choice, p, operands))) why = kNoKernel;
+  std::optional<GemmChoice> given;
+  if (!IsCpuPlan(a.choice, /*senders=*/0)) {
+    const auto plan = CudaPlanOf(a.choice, /*senders=*/0, /*workspace_bytes=*/0);
+    if (plan) given = plan->choice;
+    if (why.empty() && !plan) why = kNoKernel;
   }
   if (why.empty() && (operands.scales == Scales::kNone || !Has(kMatmulFormats.operands, p.dtype) ||
                       (operands.scales == Scales::kOfVectors && operands.gated))) {
@@ -61,7 +62,7 @@ ffi::Error Cuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::AnyBuffer 
   }
   if (!why.empty()) return InvalidArgument("matmul: " + why);
   return LaunchLocalCuda(kMatmulId, [&](std::string* error) {
-    return LaunchMatmul(p, operands, a.tile.size() == 2 ? &choice : nullptr, stream, error);
+    return LaunchMatmul(p, operands, given, stream, error);
   });
 }
 

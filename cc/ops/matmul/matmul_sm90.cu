@@ -33,14 +33,13 @@ struct Instances : MatmulKernels {
 bool LoadMatmulKernels(std::string* error) { return LoadGemmInstances<Instances>(error); }
 
 bool LaunchMatmul(const AllGatherMatmulParams& p, const AllGatherMatmulOperands& operands,
-                  const GemmChoice* wanted, cudaStream_t stream, std::string* error) {
+                  const std::optional<GemmChoice>& given, cudaStream_t stream, std::string* error) {
   int ordinal = 0, sm_count = 0;
   JFLUX_CUDA_OR_FALSE(cudaGetDevice(&ordinal), error);
   JFLUX_CUDA_OR_FALSE(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, ordinal),
                       error);
   if (!LoadOnce(LoadMatmulKernels, error)) return false;
-  const GemmChoice choice =
-      wanted != nullptr ? *wanted : ChooseMatmul(p, operands, Machine{sm_count});
+  const GemmChoice choice = ChooseMatmul(p, operands, given, Machine{sm_count});
   MatmulArgs args{};
   SymmetricView view{};
   view.world = 1;

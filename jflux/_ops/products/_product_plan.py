@@ -20,6 +20,7 @@ from ..._call import plans, tuning_tables
 from ..._call.forms import Call, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
 from ..._native import TILE_ROWS, VECTOR_BYTES
+from .._scaled import Scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Sizes:
       dtype, w_dtype, out_dtype: of x, of w (None: x's), and of y.
       first_k: of the first term alone, if there are several.
       gated: whether two weights make one result.
-      block_scales: whether scales have an entry for each block of k.
+      scales: of the operands.
       split_rows, concat_rows: of an all-to-all: whether shards are rows of what is sent, and of
         what is put together.
     """
@@ -50,7 +51,7 @@ class Sizes:
     split_rows: bool = False
     concat_rows: bool = False
     w_dtype: np.dtype | None = None
-    block_scales: bool = False
+    scales: Scales = Scales.NONE
 
     @property
     def rows(self) -> int:
@@ -66,15 +67,16 @@ class Sizes:
             w = self.dtype if self.w_dtype is None else self.w_dtype
             formats = f"{formats}.{w.name}.{self.out_dtype.name}"
         return tuning_tables.Key(
-            self.op, self.world, self.rows, self.n, self.k, formats, self.transpose_rhs
-        )
+            self.op, self.world, self.rows, self.n, self.k, formats, self.transpose_rhs,
+            self.scales.name.lower() if self.scales else "",
+        )  # fmt: skip
 
     def native(self) -> dict[str, int]:
         """The arguments of the native plan function, with only the options that the op has."""
         options = {
             "first_k": self.first_k,
             "gated": self.gated,
-            "block_scales": self.block_scales,
+            "block_scales": self.scales.has_blocks,
             "split_rows": self.split_rows,
             "concat_rows": self.concat_rows,
         }

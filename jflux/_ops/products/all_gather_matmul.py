@@ -730,7 +730,7 @@ def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
         out_dtype=params.out_dtype,
         transpose_rhs=params.transpose_rhs,
         gated=params.epilogue is not None and params.epilogue.gated,
-        block_scales=params.scales is Scales.OF_BLOCKS,
+        scales=params.scales,
         w_dtype=None if ws[0].dtype == x.dtype else ws[0].dtype,
     )
 

@@ -13,9 +13,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ... import _config
-from ..._call import local_ops, tuning_tables
-from ..._call.forms import Op, ShapeDtype
-from ..._call.plans import Arrays, Plan
+from ..._call import gpu_code, local_ops, tuning_tables
+from ..._call.forms import Op, ShapeDtype, WhyNot
+from ..._call.plans import USUAL_SM_COUNT, Arrays, Machine, Path, Plan
 from ..._call.primitives import make_primitive
 from .. import _epilogue, _lax, _recipe, _scaled
 from .._epilogue import Epilogue
@@ -219,17 +219,45 @@ def _prepare(arrays: Arrays, params: Params) -> list[Any]:
     return [x, *(w if params.transpose_rhs else w.T for w in ws), *after]
 
 
+def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
+    """Of the call as the kernel has it, with each w stored [n, k]."""
+    x, *operands = arrays
+    ws, _ = _split(operands, params)
+    return _product_plan.Sizes(
+        op=OP,
+        world=1,
+        outer=1,
+        inner=x.shape[0],
+        k=x.shape[1],
+        n=sum(_product.columns(w, params.transpose_rhs) for w in ws),
+        dtype=x.dtype,
+        out_dtype=params.out_dtype,
+        transpose_rhs=True,
+        gated=params.epilogue.gated,
+        w_dtype=None if ws[0].dtype == x.dtype else ws[0].dtype,
+        scales=params.epilogue.scales,
+    )
+
+
+def _plan(arrays: Arrays, params: Params) -> Plan | WhyNot:
+    """By what was measured for the call on this GPU. The kernel is all_gather_matmul's, of one
+    rank, and so is what a configuration means for it. If nothing was measured C++ chooses."""
+    sizes = _sizes(arrays, params)
+    tuned = tuning_tables.lookup(sizes.key, gpu_code.gpu_here())
+    kernel = "jflux.config(always=True)" if _config.config.always else None
+    machine = Machine("cuda", sm_count=USUAL_SM_COUNT)
+    if slower := _product_plan.why_slower(machine, lambda: None, tuned, kernel):
+        return slower
+    if not isinstance(tuned, tuning_tables.Choice):
+        return Plan(Path.FUSED, "configuration of the heuristic", key=sizes.key)
+    call = sizes.native() | dataclasses.asdict(tuned)
+    native = machine.native_plan("all_gather_matmul", call)
+    config = {field.name: native[field.name] for field in dataclasses.fields(tuned)}
+    return Plan(Path.FUSED, "configuration of the tuning table", config, key=sizes.key)
+
+
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
-    return params.epilogue.attributes() | {"tile": _forced_tile()}
-
-
-def _forced_tile() -> np.ndarray:
-    """(columns, cluster_m) that `tuning_tables.force` asks for; empty: what C++ takes for the
-    fastest."""
-    choice = _config.config.current().configuration
-    if isinstance(choice, tuning_tables.Choice):
-        return np.array((choice.tile_n, choice.cluster_m), np.int64)
-    return np.zeros(0, np.int64)
+    return params.epilogue.attributes() | {"choice": plan.choice}
 
 
 def _flops(arrays: Arrays, params: Params) -> int:
@@ -267,6 +295,7 @@ _primitive = make_primitive(
                 on_cpus=False,
                 is_optional=True,
                 prepare=_prepare,
+                plan=_plan,
             ),
         ),
         batch=_batch,

@@ -547,7 +547,7 @@ def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
         transpose_rhs=params.transpose_rhs,
         first_k=xs[0].shape[-1],
         w_dtype=None if ws[0].dtype == xs[0].dtype else ws[0].dtype,
-        block_scales=params.scales is Scales.OF_BLOCKS,
+        scales=params.scales,
     )
 
 
