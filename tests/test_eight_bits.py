@@ -130,7 +130,10 @@ def test_vmap_and_two_nodes(own_heap):
     got = run(jax.jit(per_device(make_mesh((RANKS,)), f)), x, w)
     want = gathers(x, w, jflux.reference, gather_dimension=1)
     near = functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=1e-2)
-    near(got.astype(np.float32), want.astype(np.float32))
+    # On GPUs XLA's two products add in other orders.
+    (near if PLATFORM == "gpu" else np.testing.assert_array_equal)(
+        got.astype(np.float32), want.astype(np.float32)
+    )
     if RANKS >= 4:
         own_heap(node=["a"] * (RANKS // 2) + ["b"] * (RANKS // 2))
         y = gathers(x, w, gather_dimension=1)

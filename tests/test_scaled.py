@@ -386,7 +386,7 @@ def test_the_gathered_operand_is_scaled():
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("ks", [(256, 384), (256, 200)], ids=str)
+@pytest.mark.parametrize("ks", [(256, 384), (256, 128), (256, 200)], ids=str)
 def test_several_terms_are_summed_before_they_are_rounded(ks, world):
     """By blocks; over ranks, where all have whole blocks, in a kernel."""
     if world > 1 and any(k % 128 for k in ks):
@@ -640,14 +640,12 @@ def test_kinds_of_scales():
             assert (why is None) == (takes or kind is not Scales.OF_VECTORS)
         precise = _scaled.scales_of(x, w, transpose_rhs=False, precision=lax.Precision.HIGHEST)
         assert precise is kind  # a scale for each column is not one of a block of columns
-    one = quantized(1, (272, 144), (-1, -1))
-    for unchecked, kind in ((True, Scales.OF_BLOCKS), (False, Scales.OF_SUMS)):
-        x = quantized(0, (64, 272), (1, -1))
-        with jflux.config(unchecked_kernels=unchecked):
-            precise = _scaled.scales_of(
-                x, one, transpose_rhs=False, precision=lax.Precision.HIGHEST
-            )
-        assert precise is kind
+    x, one = quantized(0, (64, 272), (1, -1)), quantized(1, (272, 144), (-1, -1))
+    precise = _scaled.scales_of(x, one, transpose_rhs=False, precision=lax.Precision.HIGHEST)
+    assert precise is Scales.PROMOTED and precise.in_kernels is Scales.OF_BLOCKS
+    of_rows, of_columns = _scaled.of_rows(x, precise), _scaled.of_columns(one, False, precise)
+    of_rows, (of_columns,) = _scaled.repeated(of_rows, [of_columns], 272)
+    assert of_rows.shape == (64, 3) and of_columns.shape == (2, 3)
     wide, whole = (quantized(0, (64, 272), (1, 128), dtype) for dtype in (E5M2, INT8))
     assert _scaled.why_no_kernel(wide, one, transpose_rhs=False) is None
     assert "int8" in _scaled.why_no_kernel(whole, one, transpose_rhs=False)

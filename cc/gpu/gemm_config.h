@@ -54,7 +54,7 @@ inline constexpr bool HasBlockScales(DType t) {
 }
 inline constexpr bool HasVectorScales(DType t) { return t == DType::kF8E4M3FN; }
 // Whether a tile of this many columns can have them: a thread then has a tile's sums twice, those
-// of one block and those of all before it; and the scales of its columns.
+// of one block and those of all before it.
 inline constexpr bool CanHave(Scales s, int32_t tile_n) {
   return !HasEntriesOfK(s) ||
          (s == Scales::kOfVectors ? tile_n == 128 || tile_n == 192 : !IsShared(tile_n));

@@ -1,5 +1,5 @@
 // The consumers of a GEMM kernel: wgmma over a tile's stages, then the epilogue. They take tiles
-// alternately (ping-pong), or share tiles of 224 and 256 columns.
+// alternately (ping-pong), or share tiles of 224 and 256 columns, and those with scales of blocks.
 #ifndef JFLUX_GPU_GEMM_CONSUMER_SM90_CUH_
 #define JFLUX_GPU_GEMM_CONSUMER_SM90_CUH_
 

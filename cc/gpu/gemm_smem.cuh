@@ -75,7 +75,8 @@ struct GemmConfig {
   // to 10 % where power is not the limit; with 256 columns, nothing
   // (docs/internals/configurations.md). With 192 and scales of vectors it makes room for these.
   static constexpr bool kLendsStage =
-      kMayLendStage && kCooperative && (kTileN == 224 || (kBlockScales && kTileN == 192));
+      kMayLendStage && kCooperative &&
+      (kTileN == 224 || (kScales == Scales::kOfVectors && kTileN == 192));
   // Whether half of a tile's columns can belong to a second weight (a gate).
   static constexpr bool kTwoWeights = kTileN % 128 == 0 && kClusterK == 1;
   // Boxes of w stored [k, n] are kBlockBytes wide; the last one may exceed the tile.

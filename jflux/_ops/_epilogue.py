@@ -81,7 +81,7 @@ class Epilogue:
             "activation": np.int64(self.number),
             "biased": np.array(self.biased, np.int64),
             "gated": bool(self.gated),
-            "scales": np.int64(self.scales),
+            "scales": np.int64(self.scales.in_kernels),
             "sums": sums,
         }
 
@@ -160,7 +160,7 @@ def apply(
     rest, sums = iter(biases), []
     for product, biased, columns in zip(products, epilogue.biased, of_columns, strict=True):
         total = product.astype(wide)
-        if epilogue.scales is Scales.OF_SUMS:
+        if epilogue.scales and not epilogue.scales.has_blocks:
             total = total * of_rows * in_rows(columns, product)
         if biased:
             total += in_rows(next(rest).astype(wide), product)

@@ -56,8 +56,8 @@ def matmul(
         return y.astype(_scaled.result_dtype(preferred_element_type))
     contract = ((x.ndim - 1,), (1 if transpose_rhs else 0,))
     wanted = np.dtype(x.dtype if preferred_element_type is None else preferred_element_type)
-    real_or_sums = jnp.issubdtype(wanted, jnp.floating) or wanted == jnp.int32
-    if jnp.int8 == x.dtype == w.dtype and real_or_sums:
+    is_of_sums = jnp.issubdtype(wanted, jnp.floating) or wanted in (jnp.int8, jnp.int32)
+    if jnp.int8 == x.dtype == w.dtype and is_of_sums:
         # Sums are whole numbers, which float32 may not hold.
         return _scaled.whole_sums(x, w, (contract, ((), ()))).astype(wanted)
     return dot_general(

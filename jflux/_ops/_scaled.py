@@ -239,11 +239,18 @@ class Scales(enum.IntEnum):
     OF_BLOCKS = 2
     #: The same, of x's rows and w's columns.
     OF_VECTORS = 3
+    #: OF_SUMS that kernels take as OF_BLOCKS (`repeated`): the call wants all bits of its sums.
+    PROMOTED = 4
 
     @property
     def has_blocks(self) -> bool:
         """Whether there is an entry for each block of k."""
-        return self > Scales.OF_SUMS
+        return self in (Scales.OF_BLOCKS, Scales.OF_VECTORS)
+
+    @property
+    def in_kernels(self) -> Scales:
+        """What they are to a kernel."""
+        return Scales.OF_BLOCKS if self is Scales.PROMOTED else self
 
 
 #: The formats of x and the scales of which kernels of products over ranks that multiply 8 bits have
@@ -269,20 +276,31 @@ _HIGHEST = ("highest", "float32")
 def scales_of(
     x: Scaled, *ws: Scaled, transpose_rhs: bool, precision: lax.PrecisionLike = None
 ) -> Scales:
-    """Whether a scale has several entries along k, so that sums over k do not share one; or has one
-    that can be repeated along k, where `precision` wants the sums of blocks added in float32."""
+    """The kind of these scales."""
     k_of_w = 1 if transpose_rhs else 0
+    of_blocks = all(has_column_blocks(w, transpose_rhs) for w in ws)
     if x.scale.shape[-1] > 1 or any(w.scale.shape[k_of_w] > 1 for w in ws):
-        return Scales.OF_BLOCKS if _has_column_blocks(ws, 1 - k_of_w) else Scales.OF_VECTORS
-    # Kernels do that for 8-bit floats. XLA's product of other types is told the precision.
-    repeats = is_highest(precision) and why_no_blocks(x, *ws) is None
-    repeats = repeats and why_unchecked(x.dtype, Scales.OF_BLOCKS) is None
-    return Scales.OF_BLOCKS if repeats and _has_column_blocks(ws, 1 - k_of_w) else Scales.OF_SUMS
+        return Scales.OF_BLOCKS if of_blocks else Scales.OF_VECTORS
+    promotes = is_highest(precision) and why_no_blocks(x, *ws) is None
+    return Scales.PROMOTED if promotes and of_blocks else Scales.OF_SUMS
 
 
-def _has_column_blocks(ws: Sequence[Scaled], n_of_w: int) -> bool:
-    """Whether blocks of columns share entries of the scales."""
-    return all(w.scale.shape[n_of_w] <= -(-w.shape[n_of_w] // BLOCK) for w in ws)
+def has_column_blocks(w: Scaled, transpose_rhs: bool) -> bool:
+    """Whether blocks of columns share entries of the scale."""
+    n_of_w = 0 if transpose_rhs else 1
+    return w.scale.shape[n_of_w] <= -(-w.shape[n_of_w] // BLOCK)
+
+
+def repeated(
+    of_rows: jax.Array, of_columns: Sequence[jax.Array], k: int
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Scales that are PROMOTED, as OF_BLOCKS: each for all blocks of k."""
+    blocks = -(-k // BLOCK)
+    columns = [scale[::BLOCK, None] for scale in of_columns]
+    return (
+        jnp.broadcast_to(of_rows, (*of_rows.shape[:-1], blocks)),
+        [jnp.broadcast_to(scale, (scale.shape[0], blocks)) for scale in columns],
+    )
 
 
 def why_no_blocks(x: Scaled, *ws: Scaled) -> str | None:

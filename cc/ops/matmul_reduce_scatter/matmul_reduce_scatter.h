@@ -172,7 +172,7 @@ struct MatmulReduceScatterOperands {
   void* y;               // [outer, inner, n]
   const float* bias;     // [n], or null
   const void* residual;  // as y, or null
-  // Of operands of 8 bits, of which there is one term: the scales of x's rows [outer, world *
+  // Of operands of 8 bits, by the k-blocks of all terms: the scales of x's rows [outer, world *
   // inner] and of w's columns [n].
   Scales scales = Scales::kNone;
   const float* x_scale = nullptr;

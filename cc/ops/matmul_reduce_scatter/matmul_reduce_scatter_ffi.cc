@@ -35,7 +35,7 @@ bool PlanMatmulReduceScatter(CallReader& reader, const Machine& machine, Fields*
 
 struct Attributes : ProductAttributes {
   bool adds_bias = false, adds_residual = false;
-  int64_t scales = 0;  // number of a Scales, of the one term
+  int64_t scales = 0;  // number of a Scales
 
   void Read(AttributeReader& read) {
     ProductAttributes::Read(read);

@@ -249,13 +249,13 @@ def why_unchecked(arrays: Arrays, params: Any, machine: Machine) -> str | None:
     if not machine.on_gpus or arrays[0].dtype.itemsize > 1:
         return None
     why = why_imprecise(params.precision, params.scales, arrays[0].dtype)
-    return why or _scaled.why_unchecked(arrays[0].dtype, params.scales, params.out_dtype)
+    return why or _scaled.why_unchecked(arrays[0].dtype, params.scales.in_kernels, params.out_dtype)
 
 
 def why_imprecise(precision: Any, scales: Scales, dtype: np.dtype) -> str | None:
     """Why kernels that multiply 8 bits do not take a call with this precision and x of `dtype`, or
     None. With scales of blocks they add in float32; they add int8 in int32."""
-    exact = scales.has_blocks or dtype == np.int8
+    exact = scales.in_kernels.has_blocks or dtype == np.int8
     if _scaled.is_highest(precision) and not exact:
         return "tensor cores keep fewer bits of sums of 8-bit floats than precision=HIGHEST wants"
     return None

@@ -730,7 +730,7 @@ def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
         out_dtype=params.out_dtype,
         transpose_rhs=params.transpose_rhs,
         gated=params.epilogue is not None and params.epilogue.gated,
-        scales=params.scales,
+        scales=params.scales.in_kernels,
         w_dtype=None if ws[0].dtype == x.dtype else ws[0].dtype,
     )
 
@@ -828,9 +828,24 @@ def _canonical_epilogue(arrays: Arrays, params: Params, machine: Machine) -> Any
     """How a call with an epilogue becomes one that a kernel takes; None: it is one."""
     x, *operands = arrays
     assert params.epilogue is not None
+    own = params.epilogue
     ws, _ = _weights(operands, params)
     if not machine.on_gpus and params.scales is Scales.OF_BLOCKS:
         return None
+    if params.scales is Scales.PROMOTED:
+
+        def as_kernels(x: Any, *operands: Any) -> list[Any]:
+            ws, after = _weights(operands, params)
+            kind, count = Scales.OF_SUMS, len(ws) + 1
+            biases, (of_rows, *of_columns) = after[:-count], after[-count:]
+            if machine.on_gpus:
+                kind = Scales.OF_BLOCKS
+                of_rows, of_columns = _scaled.repeated(of_rows, of_columns, x.shape[-1])
+            epilogue = dataclasses.replace(own, scales=kind)
+            changed = dataclasses.replace(params, epilogue=epilogue)
+            return _primitive.bind(x, *ws, *biases, of_rows, *of_columns, params=changed)
+
+        return as_kernels
     if not machine.on_gpus or len(ws) > _product.MAX_WEIGHTS:
         return functools.partial(
             _with_epilogue_after, params=params, prepared=_product.EPILOGUE_AFTER

@@ -216,6 +216,10 @@ def _prepare(arrays: Arrays, params: Params) -> list[Any]:
     if params.epilogue.scales is Scales.OF_VECTORS:
         of_columns = [scale.T for scale in after[-len(ws) :]]
         after = [*after[: -len(ws)], *of_columns]
+    if params.epilogue.scales is Scales.PROMOTED:
+        biases, of_rows, each = params.epilogue.split(after)
+        of_rows, of_blocks = _scaled.repeated(of_rows, each, x.shape[-1])
+        after = [*biases, of_rows, *of_blocks]
     return [x, *(w if params.transpose_rhs else w.T for w in ws), *after]
 
 
@@ -235,7 +239,7 @@ def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
         transpose_rhs=True,
         gated=params.epilogue.gated,
         w_dtype=None if ws[0].dtype == x.dtype else ws[0].dtype,
-        scales=params.epilogue.scales,
+        scales=params.epilogue.scales.in_kernels,
     )
 
 

@@ -47,7 +47,7 @@ class Params:
 
     Attributes:
       added: which of ("bias", "residual") are added to what is scattered, in this order.
-      scales: of a rank's product, of one term: the last two operands are that of x's rows and that
+      scales: of a rank's product: the last two operands are that of x's rows and that
         of w's columns (`_scaled.of_rows`, `_scaled.of_columns`).
     """
 
@@ -418,18 +418,24 @@ def _of_terms(
     xs: Sequence[Scaled], ws: Sequence[Scaled], transpose_rhs: bool, precision: lax.PrecisionLike
 ) -> tuple[str | None, Scales]:
     """Why no kernel takes the scales of these terms, or None; and their kind."""
-    for x, w in zip(xs, ws, strict=True):
-        no_kernel = _scaled.why_no_kernel(x, w, transpose_rhs=transpose_rhs)
-        scales = _scaled.scales_of(x, w, transpose_rhs=transpose_rhs, precision=precision)
-        is_whole = scales is Scales.OF_BLOCKS and x.shape[-1] % _scaled.BLOCK == 0
-        if no_kernel is None and len(xs) > 1 and not is_whole:
-            no_kernel = (
-                "of several terms with scales kernels take those of blocks, of whole blocks of "
-                f"{_scaled.BLOCK} of k"
-            )
-        if no_kernel is not None:
-            break
-    return no_kernel, scales
+    pairs = list(zip(xs, ws, strict=True))
+    of: Any = {"transpose_rhs": transpose_rhs}
+    whys = (_scaled.why_no_kernel(*pair, **of) for pair in pairs)
+    kinds = [_scaled.scales_of(*pair, **of, precision=precision) for pair in pairs]
+    if why := next(filter(None, whys), None) or len(xs) == 1:
+        return (None if why is True else why), kinds[0]
+    # A term of one block of k has one entry.
+    blocks = [
+        kind is Scales.OF_BLOCKS
+        or (x.shape[-1] == _scaled.BLOCK and _scaled.has_column_blocks(w, transpose_rhs))
+        for kind, (x, w) in zip(kinds, pairs, strict=True)
+    ]
+    if all(blocks) and all(x.shape[-1] % _scaled.BLOCK == 0 for x in xs):
+        return None, Scales.OF_BLOCKS
+    return (
+        "of several terms with scales kernels take those of blocks, of whole blocks of "
+        f"{_scaled.BLOCK} of k"
+    ), kinds[0]
 
 
 def _scaled_product(
@@ -547,7 +553,7 @@ def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
         transpose_rhs=params.transpose_rhs,
         first_k=xs[0].shape[-1],
         w_dtype=None if ws[0].dtype == xs[0].dtype else ws[0].dtype,
-        scales=params.scales,
+        scales=params.scales.in_kernels,
     )
 
 
@@ -590,6 +596,18 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
         changed = dataclasses.replace(params, **changes)
         return _primitive.bind(*operands, params=_product.also_prepared(changed, prepared))
 
+    if params.scales is Scales.PROMOTED:
+        kind = Scales.OF_BLOCKS if machine.on_gpus else Scales.OF_SUMS
+
+        def as_kernels(*operands: Any) -> list[Any]:
+            xs, ws, rest = _terms(operands, params)
+            of_rows, of_columns = _scales(operands, params)
+            if machine.on_gpus:
+                of_rows, (of_columns,) = _scaled.repeated(of_rows, [of_columns], xs[0].shape[-1])
+            changed = dataclasses.replace(params, scales=kind)
+            return _primitive.bind(*xs, *ws, *rest, of_rows, of_columns, params=changed)
+
+        return as_kernels
     if machine.on_gpus and not params.transpose_rhs and _product_plan.is_k_major(xs[0].dtype):
 
         def transposed(*operands: Any) -> Any:
@@ -654,7 +672,7 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     return {
         "adds_bias": "bias" in params.added,
         "adds_residual": "residual" in params.added,
-        "scales": np.int64(params.scales),
+        "scales": np.int64(params.scales.in_kernels),
         **_product_plan.attributes(_sizes(operands, params), plan),
     }
 

@@ -107,6 +107,8 @@ TEST(MultipliesAndScales) {
       {70, 272, {272, 272}, kOfBlocks, {128, 2, 1}, /*gated=*/true},
       {300, 400, {208, 656}, Scales::kOfVectors, {128, 2, 1}},
       {150, 1040, {400}, Scales::kOfVectors, {192, 1, 1}},
+      {1000, 272, {1264}, Scales::kOfVectors, {128, 1, 1}},  // many tiles of three k-blocks
+      {70, 128, {272}, kOfBlocks, {192, 1, 1}},
   };
   uint32_t seed = 1;
   for (const Case& c : cases) {
