@@ -64,7 +64,7 @@ void Run(const Case& c, uint32_t seed) {
                             nullptr,    w_scale[i].get()};
   }
   std::string error;
-  EXPECT(LaunchMatmul(p, operands, &c.choice, nullptr, &error)) << error;
+  EXPECT(LaunchMatmul(p, operands, c.choice, nullptr, &error)) << error;
   EXPECT_EQ(simt::Run(seed), std::string());
   const auto product = [&](size_t i, int64_t row, int64_t column) {
     simt::Sum total;
