@@ -188,14 +188,13 @@ struct MatmulReduceScatterSm90 {
                                   StagingWriter<Config>& staging, Slices<Config>& acc,
                                   int32_t row_block, Tile tile, AwaitPartials&& await_partials) {
       if constexpr (Config::kScaled) {
-#pragma unroll
-        for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
-          if (args.w_scale == nullptr) break;
-          const int64_t row0 =
-              static_cast<int64_t>(row_block) * Config::kTileM + staging.M64At(i) * 64;
-          ScaleM64<Config::kSliceN>(
-              acc[i], args.x_scale, args.w_scale, FirstColumn<Config>(tile), args.n, [&](int r) {
-                return row0 + r < args.rows.Total() ? args.rows.Actual(row0 + r) : -1;
+        if (args.w_scale != nullptr) {
+          const int64_t row0 = static_cast<int64_t>(row_block) * Config::kTileM;
+          ScaleM64s<Config::kSliceN>(
+              acc, args.x_scale, args.w_scale, FirstColumn<Config>(tile), args.n,
+              [&](int i, int r) {
+                const int64_t row = row0 + staging.M64At(i) * 64 + r;
+                return row < args.rows.Total() ? args.rows.Actual(row) : -1;
               });
         }
       }
