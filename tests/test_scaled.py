@@ -596,6 +596,47 @@ def test_gpus_take_scales(transpose_rhs, of_x, of_w, scales, lowered_without_gpu
         )
 
 
+@pytest.mark.parametrize("by_block", [False, True])
+def test_gpus_sum_scaled_products(by_block, lowered_without_gpus):
+    """In one kernel for few rows, of which two CTAs share k, and one for whole tiles; or in the one
+    that is checked."""
+    of_x, of_w = ((1, 128), (128, -1)) if by_block else RECIPES["row"]
+    x_spec, w_spec = P(None, "tp"), P("tp")
+    specs = (x_spec, w_spec) if by_block else (P(), P())
+
+    def local(x, w, residual):
+        norm = jflux.RMSNorm(jnp.ones(4112))
+        return jflux.matmul_all_reduce(x, w, axis_name="tp", residual=residual, norm=norm)
+
+    f = jax.shard_map(
+        local, mesh=make_mesh((2,)), out_specs=P(),
+        in_specs=(jflux.Scaled(x_spec, specs[0]), jflux.Scaled(w_spec, specs[1]), P()),
+    )  # fmt: skip
+    shape = jax.ShapeDtypeStruct
+
+    def scaled(rows, columns, block):
+        counts = (1 if b == -1 else n // b for n, b in zip((rows, columns), block, strict=True))
+        return jflux.Scaled(shape((rows, columns), E4M3), shape((*counts,), jnp.float32))
+
+    w = scaled(16384, 4112, of_w)
+    for rows, unchecked in ((64, True), (4096, True), (4096, False)):
+        if by_block and not unchecked:
+            continue
+        x, residual = scaled(rows, 16384, of_x), shape((rows, 4112), jnp.bfloat16)
+        with jflux.config(unchecked_kernels=unchecked):
+            calls, text = lowered_without_gpus(f, x, w, residual)
+        if not unchecked:
+            assert "has not passed all checks" in calls[0].plan.reason
+            assert [call.op for call in calls[1:]] == ["matmul_reduce_scatter", "all_gather"]
+            continue
+        (call,) = calls
+        assert "w is transposed first" in call.plan.reason and "XLA normalises" in call.plan.reason
+        assert call.plan.config["splits"] == (1 if by_block or rows > 128 else 2)
+        (line,) = (one for one in text.splitlines() if "@jflux_matmul_all_reduce(" in one)
+        assert f"scales = {1 + by_block}" in line and "transpose_rhs = true" in line
+        assert "f8E4M3FN" in line
+
+
 def test_a_split_x_stays_split():
     """Of explicit axes y has x's, and nothing is gathered; "highest" is known by its name."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
@@ -616,20 +657,22 @@ def test_kinds_of_scales():
     shapes = ((144,), (2, 3), (144, 3))
     for kind, shape, of_x, of_w in zip(kinds, shapes, x_blocks, w_blocks, strict=True):
         x, w = quantized(0, (64, 272), of_x), quantized(1, (272, 144), of_w)
-        assert _scaled.scales_of(x, w, transpose_rhs=False) is kind
+        assert _scaled.scales_of("matmul", x, w, transpose_rhs=False) is kind
         assert _scaled.of_rows(x, kind).shape == (64, 3 if kind.has_blocks else 1)
         assert _scaled.of_columns(w, False, kind).shape == shape
         for takes in (False, True):
             why = _scaled.why_no_kernel(x, w, transpose_rhs=False, takes_vectors=takes)
             assert (why is None) == (takes or kind is not Scales.OF_VECTORS)
-        precise = _scaled.scales_of(x, w, transpose_rhs=False, precision=lax.Precision.HIGHEST)
+        precise = _scaled.scales_of(
+            "matmul", x, w, transpose_rhs=False, precision=lax.Precision.HIGHEST
+        )
         assert precise is kind  # a scale for each column is not one of a block of columns
     one = quantized(1, (272, 144), (-1, -1))
     for unchecked, kind in ((True, Scales.OF_BLOCKS), (False, Scales.OF_SUMS)):
         x = quantized(0, (64, 272), (1, -1))
-        with jflux.config(unchecked_kernels=unchecked):
+        with jflux.config(unchecked_kernels=unchecked, strict=False):
             precise = _scaled.scales_of(
-                x, one, transpose_rhs=False, precision=lax.Precision.HIGHEST
+                "matmul", x, one, transpose_rhs=False, precision=lax.Precision.HIGHEST
             )
         assert precise is kind
     wide = quantized(0, (64, 272), (1, 128), E5M2)

@@ -131,6 +131,31 @@ std::optional<Params> ProductOf(const ProductAttributes& a, const ffi::AnyBuffer
   return p;
 }
 
+// Whether x and w are what the CPU back end multiplies.
+template <typename Params>
+bool AreForCpu(const Params& p) {
+  return Has(kWideFormats, p.dtype) && p.DTypeOfW() == p.dtype;
+}
+
+// The scales of a product of 8 bits, from args[first] on: those of x's rows, and those of w's
+// columns; kOfBlocks has an entry for each block of k, and of n. Why they do not fit, or "".
+template <typename Params, typename Arrays>
+std::string ReadScales(int64_t number, const ffi::RemainingArgs& args, size_t first, int64_t rows,
+                       const Params& p, Arrays* arrays) {
+  if (!IsScales(number)) return kDoNotFit;
+  arrays->scales = static_cast<Scales>(number);
+  if (arrays->scales == Scales::kNone) return "";
+  const bool of_blocks = arrays->scales == Scales::kOfBlocks;
+  if (SizeOf(p.dtype) != 1) return kDoNotFit;
+  if (HasEntriesOfK(arrays->scales) && !(of_blocks && HasBlockScales(p.dtype))) return kNoKernel;
+  const auto blocks_of = [&](int64_t size) { return CeilDiv<int64_t>(size, kScaleBlock); };
+  const int64_t k_blocks = of_blocks ? blocks_of(p.k) : 1;
+  arrays->x_scale = FloatsOf(*args.get<ffi::AnyBuffer>(first), rows * k_blocks);
+  arrays->w_scale =
+      FloatsOf(*args.get<ffi::AnyBuffer>(first + 1), of_blocks ? blocks_of(p.n) * k_blocks : p.n);
+  return arrays->x_scale != nullptr && arrays->w_scale != nullptr ? "" : "a scale does not fit";
+}
+
 // The arguments of a handler follow from those of Call::Read.
 template <typename Call, typename Read = decltype(&Call::Read)>
 struct OpHandlers;

@@ -246,14 +246,18 @@ class Scales(enum.IntEnum):
         return self > Scales.OF_SUMS
 
 
-#: The formats of x and the scales of which kernels of products over ranks that multiply 8 bits have
+#: The products over ranks, formats of x and scales of which kernels that multiply 8 bits have
 #: passed all checks on GPUs.
-CHECKED = [(np.dtype(jnp.float8_e4m3fn), scales) for scales in (Scales.NONE, Scales.OF_SUMS)]
+CHECKED = [
+    (op, np.dtype(jnp.float8_e4m3fn), scales)
+    for op in ("all_gather_matmul", "matmul_reduce_scatter")
+    for scales in (Scales.NONE, Scales.OF_SUMS)
+]
 
 
-def why_unchecked(x_dtype: np.dtype, scales: Scales) -> str | None:
+def why_unchecked(op: str, x_dtype: np.dtype, scales: Scales) -> str | None:
     """Why these kernels do not run on GPUs yet, or None."""
-    return plans.why_unchecked((np.dtype(x_dtype), scales) in CHECKED)
+    return plans.why_unchecked((op, np.dtype(x_dtype), scales) in CHECKED)
 
 
 def is_highest(precision: lax.PrecisionLike) -> bool:
@@ -267,17 +271,24 @@ _HIGHEST = ("highest", "float32")
 
 
 def scales_of(
-    x: Scaled, *ws: Scaled, transpose_rhs: bool, precision: lax.PrecisionLike = None
+    op: str, x: Scaled, *ws: Scaled, transpose_rhs: bool, precision: lax.PrecisionLike = None
 ) -> Scales:
     """Whether a scale has several entries along k, so that sums over k do not share one; or has one
     that can be repeated along k, where `precision` wants the sums of blocks added in float32."""
-    k_of_w = 1 if transpose_rhs else 0
-    if x.scale.shape[-1] > 1 or any(w.scale.shape[k_of_w] > 1 for w in ws):
-        return Scales.OF_BLOCKS if _has_column_blocks(ws, 1 - k_of_w) else Scales.OF_VECTORS
+    scales = _scales_of(x, ws, transpose_rhs)
     # Kernels do that for e4m3. XLA's product of other types is told the precision.
     repeats = is_highest(precision) and all(one.dtype == jnp.float8_e4m3fn for one in (x, *ws))
-    repeats = repeats and why_unchecked(x.dtype, Scales.OF_BLOCKS) is None
-    return Scales.OF_BLOCKS if repeats and _has_column_blocks(ws, 1 - k_of_w) else Scales.OF_SUMS
+    repeats = repeats and why_unchecked(op, x.dtype, Scales.OF_BLOCKS) is None
+    repeats = repeats and _has_column_blocks(ws, 0 if transpose_rhs else 1)
+    return Scales.OF_BLOCKS if repeats and not scales.has_blocks else scales
+
+
+def _scales_of(x: Scaled, ws: Sequence[Scaled], transpose_rhs: bool) -> Scales:
+    """As they are."""
+    k_of_w = 1 if transpose_rhs else 0
+    if x.scale.shape[-1] == 1 and all(w.scale.shape[k_of_w] == 1 for w in ws):
+        return Scales.OF_SUMS
+    return Scales.OF_BLOCKS if _has_column_blocks(ws, 1 - k_of_w) else Scales.OF_VECTORS
 
 
 def _has_column_blocks(ws: Sequence[Scaled], n_of_w: int) -> bool:
@@ -290,7 +301,7 @@ def why_no_kernel(
 ) -> str | None:
     """Why no kernel takes these scales, or None. `takes_vectors`: of an op that has kernels for
     `Scales.OF_VECTORS`."""
-    scales = scales_of(x, *ws, transpose_rhs=transpose_rhs)
+    scales = _scales_of(x, ws, transpose_rhs)
     if not scales.has_blocks:
         return None
     entries = [x.scale.shape[-1], *(w.scale.shape[1 if transpose_rhs else 0] for w in ws)]
@@ -302,6 +313,21 @@ def why_no_kernel(
     if takes_vectors or scales is Scales.OF_BLOCKS:
         return None
     return f"kernels take blocks of {BLOCK} of k of w only for {BLOCK} columns each"
+
+
+def for_kernel(
+    op: str, x: Any, w: Any, transpose_rhs: bool, precision: lax.PrecisionLike
+) -> tuple[str | None, Scales, list[jax.Array]]:
+    """(why no kernel takes the scales of two operands, or None; the kind of these; x and w, and the
+    scales of x's rows and of w's columns, if there are any)."""
+    if not isinstance(x, Scaled):
+        return None, Scales.NONE, [x, w]
+    x, w = constants(x, w)
+    if why := why_no_kernel(x, w, transpose_rhs=transpose_rhs):
+        return why, Scales.NONE, []
+    scales = scales_of(op, x, w, transpose_rhs=transpose_rhs, precision=precision)
+    scaled_by = [of_rows(x, scales), of_columns(w, transpose_rhs, scales)]
+    return None, scales, [x.values, w.values, *scaled_by]
 
 
 def of_rows(x: Scaled, scales: Scales) -> jax.Array:
@@ -331,9 +357,16 @@ def product(
     transpose_rhs: bool,
 ) -> jax.Array:
     """The product of values and scales as kernels take them, in float32."""
+    operands = as_operands(x, w, of_rows, of_columns, transpose_rhs)
+    return _matmul(*operands, precision, transpose_rhs)
+
+
+def as_operands(
+    x: jax.Array, w: jax.Array, of_rows: jax.Array, of_columns: jax.Array, transpose_rhs: bool
+) -> tuple[Scaled, Scaled]:
+    """Operands of which kernels take these values and scales."""
     scale = of_columns if of_columns.ndim == 2 else of_columns[:, None]
-    scaled = Scaled(w, scale if transpose_rhs else scale.T)
-    return _matmul(Scaled(x, of_rows), scaled, precision, transpose_rhs)
+    return Scaled(x, of_rows), Scaled(w, scale if transpose_rhs else scale.T)
 
 
 def result_dtype(preferred_element_type: DTypeLike | None) -> np.dtype:

@@ -33,13 +33,12 @@ bool PlanMatmulReduceScatter(CallReader& reader, const Machine& machine, Fields*
   return true;
 }
 
-struct Attributes : ProductAttributes {
+struct Attributes : ScaledAttributes {  // the scales of one term
   bool adds_bias = false, adds_residual = false;
-  int64_t scales = 0;  // number of a Scales, of the one term
 
   void Read(AttributeReader& read) {
-    ProductAttributes::Read(read);
-    read("adds_bias", &adds_bias)("adds_residual", &adds_residual)("scales", &scales);
+    ScaledAttributes::Read(read);
+    read("adds_bias", &adds_bias)("adds_residual", &adds_residual);
   }
 };
 
@@ -65,9 +64,7 @@ struct CallOnCpu : TiledCall<kMatmulReduceScatterId, MatmulReduceScatterCpu> {
     if (args.size() != 2 || a.adds_bias || a.adds_residual || a.scales != 0) return kDoNotFit;
     const auto x = *args.get<ffi::AnyBuffer>(0), w = *args.get<ffi::AnyBuffer>(1);
     const auto params = ParamsOf(a, x, w, *y);
-    if (!params || !Has(kWideFormats, params->dtype) || params->DTypeOfW() != params->dtype) {
-      return kDoNotFit;
-    }
+    if (!params || !AreForCpu(*params)) return kDoNotFit;
     p = *params;
     arrays = {x.untyped_data(), w.untyped_data(), y->untyped_data()};
     return "";
@@ -84,7 +81,7 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
     const size_t added =
         (a.adds_bias ? 1 : 0) + (a.adds_residual ? 1 : 0) + (a.scales != 0 ? 2 : 0);
     const size_t count = args.size() < added ? 0 : (args.size() - added) / 2;
-    if (!IsScales(a.scales) || count < 1 || (a.scales != 0 && count > 1) || count > kMaxWeights ||
+    if (count < 1 || (a.scales != 0 && count > 1) || count > kMaxWeights ||
         args.size() != 2 * count + added) {
       return kDoNotFit;
     }
@@ -100,12 +97,9 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
       k += p.k;
     }
     p.k = k;
-    const auto floats = [&](size_t i, int64_t size) {
-      return FloatsOf(*args.get<ffi::AnyBuffer>(i), size);
-    };
     size_t next = 2 * count;
     if (a.adds_bias) {
-      arrays.bias = floats(next++, p.n);
+      arrays.bias = FloatsOf(*args.get<ffi::AnyBuffer>(next++), p.n);
       if (arrays.bias == nullptr) return "the bias does not fit";
     }
     if (a.adds_residual) {
@@ -116,22 +110,12 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
       }
       arrays.residual = residual.untyped_data();
     }
-    arrays.scales = static_cast<Scales>(a.scales);
-    const bool of_blocks = arrays.scales == Scales::kOfBlocks;
-    if (arrays.scales == Scales::kOfVectors) return kNoKernel;
-    if (a.scales != 0) {
-      if (SizeOf(p.dtype) != 1) return kDoNotFit;
-      const int64_t k_blocks = of_blocks ? CeilDiv<int64_t>(p.k, kScaleBlock) : 1;
-      arrays.x_scale = floats(next, p.rows.Total() * k_blocks);
-      arrays.w_scale =
-          floats(next + 1, of_blocks ? CeilDiv<int64_t>(p.n, kScaleBlock) * k_blocks : p.n);
-      if (arrays.x_scale == nullptr || arrays.w_scale == nullptr) return "a scale does not fit";
-    }
+    const std::string why = ReadScales(a.scales, args, next, p.rows.Total(), p, &arrays);
+    if (!why.empty()) return why;
     if (!ReadPlan(a) || !WhyNoKernel(p).empty() ||
         !SharesK(plan.choice, p.rows.Total(), arrays.products[0].k * SizeOf(p.dtype),
                  kReduceSplits) ||
-        (of_blocks &&
-         !(HasBlockScales(p.dtype) && ForScales(plan.choice, arrays.scales) == plan.choice))) {
+        !(ForScales(plan.choice, arrays.scales) == plan.choice)) {
       return kNoKernel;
     }
     return "";

@@ -190,12 +190,11 @@ struct MatmulReduceScatterSm90 {
       if constexpr (Config::kScaled) {
         if (args.w_scale != nullptr) {
           const int64_t row0 = static_cast<int64_t>(row_block) * Config::kTileM;
-          ScaleM64s<Config::kSliceN>(
-              acc, args.x_scale, args.w_scale, FirstColumn<Config>(tile), args.n,
-              [&](int i, int r) {
-                const int64_t row = row0 + staging.M64At(i) * 64 + r;
-                return row < args.rows.Total() ? args.rows.Actual(row) : -1;
-              });
+          ScaleM64s<Config::kSliceN>(acc, args.x_scale, args.w_scale, FirstColumn<Config>(tile),
+                                     args.n, [&](int i, int r) {
+                                       const int64_t row = row0 + staging.M64At(i) * 64 + r;
+                                       return row < args.rows.Total() ? args.rows.Actual(row) : -1;
+                                     });
         }
       }
       // Send before waiting: a peer may be waiting for this partial tile while this rank waits for

@@ -291,7 +291,7 @@ def all_gather_matmul(
     of_rows = None
     if isinstance(x, Scaled):
         epilogue = epilogue or Epilogue((False,) * len(ws))
-        scales = _scaled.scales_of(x, *ws, transpose_rhs=transpose_rhs, precision=precision)
+        scales = _scaled.scales_of(OP, x, *ws, transpose_rhs=transpose_rhs, precision=precision)
         epilogue = dataclasses.replace(epilogue, scales=scales)
         of_columns = [_scaled.of_columns(one, transpose_rhs, scales) for one in ws]
         names, own = meshes.as_tuple(axis_name), _scaled.of_rows(x, scales)
@@ -761,7 +761,7 @@ _forms = _product_plan.Product(
     _unsupported,
     _why_decomposed,
     why_lax=_why_lax,
-    why_no_kernel=_product.why_unchecked,
+    why_no_kernel=functools.partial(_product.why_unchecked, OP),
 )
 
 

@@ -154,7 +154,7 @@ def _with_scales(
             _config.fall_back(OP, why)
         return _in_lax(x, ws, biases, epilogue, out, precision, transpose_rhs)
     epilogue = epilogue or Epilogue((False,) * len(ws))
-    scales = _scaled.scales_of(x, *ws, transpose_rhs=transpose_rhs, precision=precision)
+    scales = _scaled.scales_of(OP, x, *ws, transpose_rhs=transpose_rhs, precision=precision)
     of_rows = _scaled.of_rows(x, scales)
     of_columns = [_scaled.of_columns(one, transpose_rhs, scales) for one in ws]
     params = Params(dataclasses.replace(epilogue, scales=scales), out, precision, transpose_rhs)

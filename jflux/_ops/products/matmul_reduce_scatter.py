@@ -189,7 +189,9 @@ def matmul_reduce_scatter(
             no_kernel = "no kernel takes several terms with scales"
         else:
             no_kernel = _scaled.why_no_kernel(*xs, *ws, transpose_rhs=transpose_rhs)
-            scales = _scaled.scales_of(*xs, *ws, transpose_rhs=transpose_rhs, precision=precision)
+            scales = _scaled.scales_of(
+                OP, *xs, *ws, transpose_rhs=transpose_rhs, precision=precision
+            )
     if _product.is_for_lax(OP, axis_name, *xs, *ws, bias, residual, no_kernel=no_kernel):
         return reference(
             x, w, axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
@@ -547,7 +549,7 @@ _forms = _product_plan.Product(
     _unsupported,
     _why_decomposed,
     on_gpus=_product_plan.in_rank_order,
-    why_no_kernel=_product.why_unchecked,
+    why_no_kernel=functools.partial(_product.why_unchecked, OP),
 )
 
 
