@@ -15,7 +15,7 @@ from jflux import _native
 from jflux._call.explain import explain
 from jflux._call.plans import Machine, Path
 from jflux._ops._spec import all_ops
-from jflux._ops.products import all_gather_matmul, matmul_all_to_all
+from jflux._ops.products import all_gather_matmul, all_to_all_matmul
 from jflux._stress.calls import per_device
 
 pytestmark = pytest.mark.wide  # GPUs have no kernels for 8 bits yet
@@ -245,7 +245,7 @@ def test_a_plan_names_all_formats():
 def test_other_products_refuse_them(x_dtype, w_dtype):
     halves = "float16, bfloat16"
     for machine, kernels in ((CPU, f"{halves}, float32, float64"), (GPU, halves)):
-        plan = _planned(x_dtype, w_dtype, BF16, machine, matmul_all_to_all)
+        plan = _planned(x_dtype, w_dtype, BF16, machine, all_to_all_matmul)
         assert plan.path == Path.REFERENCE
         assert plan.reason == f"operands are {x_dtype}, the kernels take {kernels}"
 

@@ -637,6 +637,29 @@ def test_gpus_sum_scaled_products(by_block, lowered_without_gpus):
         assert "f8E4M3FN" in line
 
 
+@pytest.mark.parametrize("by_block", [False, True])
+@pytest.mark.parametrize(("rows", "split", "concat"), [((1024,), 1, 0), ((2, 520), 1, 2)])
+def test_gpus_exchange_scaled_products(rows, split, concat, by_block, lowered_without_gpus):
+    """Also with leading rows, which are put in rank order."""
+
+    def local(x, x_scale, w, w_scale):
+        x, w = jflux.Scaled(x, x_scale), jflux.Scaled(w, w_scale)
+        axes = {"split_axis": split, "concat_axis": concat}
+        return jflux.matmul_all_to_all(x, w, axis_name="tp", **axes)
+
+    shape = jax.ShapeDtypeStruct
+    entries = 9 if by_block else 1
+    x = (shape((*rows, 1040), E4M3), shape((*rows, entries), jnp.float32))
+    w = (shape((1040, 4096), E4M3), shape((entries, 32 if by_block else 4096), jnp.float32))
+    f = jax.shard_map(local, mesh=make_mesh((2,)), in_specs=P(), out_specs=P("tp"), check_vma=False)
+    with jflux.config(unchecked_kernels=True):
+        (call,), text = lowered_without_gpus(f, *x, *w)
+    assert "w is transposed first" in call.plan.reason
+    assert ("rank order" in call.plan.reason) == (len(rows) > 1)
+    (line,) = (one for one in text.splitlines() if "@jflux_matmul_all_to_all(" in one)
+    assert f"scales = {1 + by_block}" in line and "transpose_rhs = true" in line
+
+
 def test_a_split_x_stays_split():
     """Of explicit axes y has x's, and nothing is gathered; "highest" is known by its name."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))

@@ -156,11 +156,11 @@ struct ScaledAttributes : ProductAttributes {
 };
 
 // Of a product with an all-to-all: whether rows, not columns, are split and concatenated.
-struct ShardAttributes : ProductAttributes {
+struct ShardAttributes : ScaledAttributes {
   bool concat_rows = false, split_rows = false;
 
   void Read(AttributeReader& read) {
-    ProductAttributes::Read(read);
+    ScaledAttributes::Read(read);
     read("concat_rows", &concat_rows)("split_rows", &split_rows);
   }
 };

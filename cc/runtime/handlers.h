@@ -141,7 +141,7 @@ bool AreForCpu(const Params& p) {
 // columns; kOfBlocks has an entry for each block of k, and of n. Why they do not fit, or "".
 template <typename Params, typename Arrays>
 std::string ReadScales(int64_t number, const ffi::RemainingArgs& args, size_t first, int64_t rows,
-                       const Params& p, Arrays* arrays) {
+                       int64_t columns, const Params& p, Arrays* arrays) {
   if (!IsScales(number)) return kDoNotFit;
   arrays->scales = static_cast<Scales>(number);
   if (arrays->scales == Scales::kNone) return "";
@@ -151,8 +151,8 @@ std::string ReadScales(int64_t number, const ffi::RemainingArgs& args, size_t fi
   const auto blocks_of = [&](int64_t size) { return CeilDiv<int64_t>(size, kScaleBlock); };
   const int64_t k_blocks = of_blocks ? blocks_of(p.k) : 1;
   arrays->x_scale = FloatsOf(*args.get<ffi::AnyBuffer>(first), rows * k_blocks);
-  arrays->w_scale =
-      FloatsOf(*args.get<ffi::AnyBuffer>(first + 1), of_blocks ? blocks_of(p.n) * k_blocks : p.n);
+  arrays->w_scale = FloatsOf(*args.get<ffi::AnyBuffer>(first + 1),
+                             of_blocks ? blocks_of(columns) * k_blocks : columns);
   return arrays->x_scale != nullptr && arrays->w_scale != nullptr ? "" : "a scale does not fit";
 }
 

@@ -136,7 +136,7 @@ bool AllToAllMatmulCpu(const AllToAllMatmulParams& params, const AllToAllMatmulT
 // k: the columns of a shard of x.
 inline constexpr OpFormats kAllToAllMatmulFormats{kHalves};
 inline std::string WhyNoKernel(const AllToAllMatmulParams& p, FormatSet machine = kWgmmaFormats) {
-  return WhyNotShards(kAllToAllMatmulFormats, machine, p);
+  return WhyNotShards(kAllToAllMatmulFormats, machine, p, p.dtype);
 }
 
 inline ShardPanels CudaLayoutOf(const AllToAllMatmulParams& p) {

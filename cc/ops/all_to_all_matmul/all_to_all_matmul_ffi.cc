@@ -42,7 +42,7 @@ bool ReadOperands(const ShardAttributes& a, Call* call, ffi::AnyBuffer x, ffi::A
   AllToAllMatmulParams& p = call->p;
   AllToAllMatmulArrays& arrays = call->arrays;
   const auto product = ProductOf<AllToAllMatmulParams>(a, x, w, y);
-  if (!product || rest.size() > 1) return false;
+  if (!product || rest.size() > 1 || a.scales != 0) return false;
   p = *product;
   p.k = w.dimensions()[a.transpose_rhs ? 1 : 0] / (a.concat_rows ? 1 : p.rows.world);
   p.split_rows = a.split_rows;

@@ -28,11 +28,11 @@ from ..._ranks.meshes import AxisName
 from .. import _lax, _norm, _recipe, _scaled, _two_level, _two_level_plan
 from .._collective import Collective
 from .._recipe import AnyRecipe, Weight
-from .._scaled import Operand, Scaled, Scales
+from .._scaled import Operand, Scales
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import _sum_epilogue, all_reduce, exchange
 from . import _product, _product_plan
-from .matmul import matmul
+from .matmul import matmul, of_kernels
 
 OP = "matmul_all_reduce"
 #: The op that takes large sums that the kernel does not take.
@@ -353,31 +353,18 @@ def _reference(arrays: Arrays, params: Params) -> list[Any]:
     return _sum_epilogue.apply(params.sums.epilogue, y, added)
 
 
-def _operands(arrays: Arrays, params: Params) -> tuple[Any, Any, list[Any]]:
-    """(x, w, what is added to their sum), as users pass them."""
-    x, w, scales, added = _split(arrays, params)
-    if scales:
-        of_rows, of_columns = scales
-        x, w = _scaled.as_operands(x, w, of_rows, of_columns, params.transpose_rhs)
-    return x, w, added
-
-
 def _product_and_sum(arrays: Arrays, params: Params, plan: Plan | None = None) -> list[Any]:
     """The product, and its sum over the ranks, which has a plan of its own."""
-    x, w, added = _operands(arrays, params)
-    if isinstance(x, Scaled):  # which has a kernel of its own, with more tiles for few rows
-        partial = matmul(
-            x, w, transpose_rhs=params.transpose_rhs, preferred_element_type=params.out_dtype,
-            precision=params.precision,
-        )  # fmt: skip
-    else:
-        partial = _partial(params, x, w)
-    return all_reduce.bind(params.sums, partial, added)
+    x, w, scales, added = _split(arrays, params)
+    return all_reduce.bind(params.sums, of_kernels(x, w, scales, params), added)
 
 
 def _scattered_and_gathered(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """The sum scattered, with the residual's rows, and gathered again."""
-    x, w, added = _operands(arrays, params)
+    x, w, scales, added = _split(arrays, params)
+    if scales:
+        of_rows, of_columns = scales
+        x, w = _scaled.as_operands(x, w, of_rows, of_columns, params.transpose_rhs)
     names, rows = params.axis_names, x.shape[0] // params.world
     epilogue = params.sums.epilogue
     own = None

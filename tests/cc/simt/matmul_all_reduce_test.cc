@@ -24,6 +24,7 @@ struct Case {
   int32_t senders = 0;  // 0: all
   TestHooks hooks = {};
   Scales scales = Scales::kNone;
+  bool rolls_scales = false;  // a fault: the kernel gets those of the neighbours
 
   // Operands of 8 bits give bfloat16.
   DType DTypeOfW() const { return dtype == DType::kF8E5M2 ? DType::kF8E4M3FN : dtype; }
@@ -38,11 +39,7 @@ class DeviceCall : public MatmulAllReduceCall {
   bool Launch(const CudaDevice& device, const SymmetricView& view, std::string* error) {
     const ProductPlan plan{c_.choice, c_.senders, Workspace().TotalBytes()};
     MatmulAllReduceArrays arrays = ArraysOf(view.rank);
-    arrays.scales = c_.scales;
-    if (c_.scales != Scales::kNone) {
-      arrays.x_scale = scales_.x.data();
-      arrays.w_scale = scales_.w.data();
-    }
+    scales_.Give(&arrays, c_.rolls_scales);
     return LoadMatmulAllReduceKernels(error) &&
            LaunchMatmulAllReduce(p_, arrays, plan, /*site=*/0, device, view, nullptr, error);
   }
@@ -109,6 +106,15 @@ const Case kCases[] = {
 TEST(MultipliesAndReduces) {
   simt::SetSmCount(kSms);
   simt::ExpectNoneWrong(kCases, Run);
+}
+
+TEST(ScalesOfANeighbourAreFound) {
+  simt::SetSmCount(kSms);
+  for (int i : {11, 15}) {
+    Case c = kCases[i];
+    c.rolls_scales = true;
+    EXPECT(Run(c, 1) > 0) << "case " << i;
+  }
 }
 
 TEST(MissingWaitsAreFound) {

@@ -73,11 +73,7 @@ class DeviceCall : public MatmulReduceScatterCall {
     operands.y = y_[rank].bytes.data();
     if (c_.bias) operands.bias = bias_.data();
     if (c_.residual) operands.residual = residual_[rank].bytes.data();
-    operands.scales = c_.scales;
-    if (c_.scales != Scales::kNone) {
-      operands.x_scale = scales_.x.data();
-      operands.w_scale = scales_.w.data();
-    }
+    scales_.Give(&operands);
     MatmulReduceScatterParams p = p_;
     p.k += c_.second_k;
     const ProductPlan plan{c_.choice, c_.senders, Workspace().TotalBytes()};

@@ -2,6 +2,7 @@
 #ifndef JFLUX_TESTS_CC_SIMT_SCALED_H_
 #define JFLUX_TESTS_CC_SIMT_SCALED_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -15,7 +16,7 @@ namespace jflux::simt {
 struct TestScales {
   Scales kind;
   int64_t rows, k, n;
-  std::vector<float> x, w;
+  std::vector<float> x, w, rolled_x, rolled_w;
 
   TestScales(Scales kind, int64_t rows, int64_t k, int64_t n) : kind(kind), rows(rows), k(k), n(n) {
     if (kind == Scales::kNone) return;
@@ -23,11 +24,24 @@ struct TestScales {
     for (int64_t i = 0; i < CeilDiv(n, ColumnBlock()) * KBlocks(); ++i) {
       w.push_back(i % 5 < 2 ? -1 : 1);
     }
+    rolled_x = x, rolled_w = w;
+    std::rotate(rolled_x.begin(), rolled_x.begin() + 1, rolled_x.end());
+    std::rotate(rolled_w.begin(), rolled_w.begin() + 1, rolled_w.end());
   }
   int64_t KBlocks() const {
     return kind == Scales::kOfBlocks ? CeilDiv<int64_t>(k, kScaleBlock) : 1;
   }
   int64_t ColumnBlock() const { return kind == Scales::kOfBlocks ? kScaleBlock : 1; }
+
+  // Gives them to a launcher. `rolls`: each row and column gets those of the next one, or its
+  // block.
+  template <typename Arrays>
+  void Give(Arrays* arrays, bool rolls = false) const {
+    arrays->scales = kind;
+    if (kind == Scales::kNone) return;
+    arrays->x_scale = rolls ? rolled_x.data() : x.data();
+    arrays->w_scale = rolls ? rolled_w.data() : w.data();
+  }
 
   // a [rows, k] @ b [k, n], or b [n, k] if `transposed`.
   Values Product(const Values& a, const Values& b, bool transposed) const {
