@@ -638,26 +638,42 @@ def test_gpus_sum_scaled_products(by_block, lowered_without_gpus):
 
 
 @pytest.mark.parametrize("by_block", [False, True])
-@pytest.mark.parametrize(("rows", "split", "concat"), [((1024,), 1, 0), ((2, 520), 1, 2)])
-def test_gpus_exchange_scaled_products(rows, split, concat, by_block, lowered_without_gpus):
-    """Also with leading rows, which are put in rank order."""
+@pytest.mark.parametrize(
+    ("op", "rows", "split", "concat"),
+    [
+        ("matmul_all_to_all", (1024,), 1, 0),
+        ("matmul_all_to_all", (2, 520), 1, 2),
+        ("all_to_all_matmul", (1024,), 0, 1),
+        ("all_to_all_matmul", (2, 520), 2, 1),
+    ],
+)
+def test_gpus_exchange_and_scale(op, rows, split, concat, by_block, lowered_without_gpus):
+    """Also with leading rows, which are put in rank order. Where ranks have parts of k, each with a
+    scale of its own, these are scales of blocks."""
+    before = op == "all_to_all_matmul"
+    joins_k = before and concat == len(rows)
 
     def local(x, x_scale, w, w_scale):
         x, w = jflux.Scaled(x, x_scale), jflux.Scaled(w, w_scale)
         axes = {"split_axis": split, "concat_axis": concat}
-        return jflux.matmul_all_to_all(x, w, axis_name="tp", **axes)
+        return getattr(jflux, op)(x, w, axis_name="tp", **axes)
 
     shape = jax.ShapeDtypeStruct
-    entries = 9 if by_block else 1
-    x = (shape((*rows, 1040), E4M3), shape((*rows, entries), jnp.float32))
-    w = (shape((1040, 4096), E4M3), shape((entries, 32 if by_block else 4096), jnp.float32))
+    k = 1024 if before else 1040
+    k_of_w = {0: k, 1: k // 2, -1: 2 * k}[before * (split == len(rows)) - joins_k]
+    entries = [-(-size // 128) if by_block else 1 for size in (k, k_of_w)]
+    x = (shape((*rows, k), E4M3), shape((*rows, entries[0]), jnp.float32))
+    columns = 32 if by_block else 1 if joins_k else 4096
+    w = (shape((k_of_w, 4096), E4M3), shape((entries[1], columns), jnp.float32))
     f = jax.shard_map(local, mesh=make_mesh((2,)), in_specs=P(), out_specs=P("tp"), check_vma=False)
     with jflux.config(unchecked_kernels=True):
-        (call,), text = lowered_without_gpus(f, *x, *w)
+        (*sent, call), text = lowered_without_gpus(f, *x, *w)
+    assert [one.op for one in sent] == ["all_to_all"] * before
     assert "w is transposed first" in call.plan.reason
     assert ("rank order" in call.plan.reason) == (len(rows) > 1)
-    (line,) = (one for one in text.splitlines() if "@jflux_matmul_all_to_all(" in one)
-    assert f"scales = {1 + by_block}" in line and "transpose_rhs = true" in line
+    (line,) = (one for one in text.splitlines() if f"@jflux_{op}(" in one)
+    scales = 2 if by_block or joins_k else 1
+    assert f"scales = {scales}" in line and "transpose_rhs = true" in line
 
 
 def test_a_split_x_stays_split():

@@ -138,21 +138,20 @@ bool AreForCpu(const Params& p) {
 }
 
 // The scales of a product of 8 bits, from args[first] on: those of x's rows, and those of w's
-// columns; kOfBlocks has an entry for each block of k, and of n. Why they do not fit, or "".
-template <typename Params, typename Arrays>
+// columns; kOfBlocks has so many entries of k, for each row and each block of columns. Why they do
+// not fit, or "".
+template <typename Arrays>
 std::string ReadScales(int64_t number, const ffi::RemainingArgs& args, size_t first, int64_t rows,
-                       int64_t columns, const Params& p, Arrays* arrays) {
+                       int64_t columns, int64_t entries, DType dtype, Arrays* arrays) {
   if (!IsScales(number)) return kDoNotFit;
   arrays->scales = static_cast<Scales>(number);
   if (arrays->scales == Scales::kNone) return "";
   const bool of_blocks = arrays->scales == Scales::kOfBlocks;
-  if (SizeOf(p.dtype) != 1) return kDoNotFit;
-  if (HasEntriesOfK(arrays->scales) && !(of_blocks && HasBlockScales(p.dtype))) return kNoKernel;
-  const auto blocks_of = [&](int64_t size) { return CeilDiv<int64_t>(size, kScaleBlock); };
-  const int64_t k_blocks = of_blocks ? blocks_of(p.k) : 1;
-  arrays->x_scale = FloatsOf(*args.get<ffi::AnyBuffer>(first), rows * k_blocks);
-  arrays->w_scale = FloatsOf(*args.get<ffi::AnyBuffer>(first + 1),
-                             of_blocks ? blocks_of(columns) * k_blocks : columns);
+  if (SizeOf(dtype) != 1) return kDoNotFit;
+  if (HasEntriesOfK(arrays->scales) && !(of_blocks && HasBlockScales(dtype))) return kNoKernel;
+  const int64_t of_columns = of_blocks ? CeilDiv<int64_t>(columns, kScaleBlock) * entries : columns;
+  arrays->x_scale = FloatsOf(*args.get<ffi::AnyBuffer>(first), of_blocks ? rows * entries : rows);
+  arrays->w_scale = FloatsOf(*args.get<ffi::AnyBuffer>(first + 1), of_columns);
   return arrays->x_scale != nullptr && arrays->w_scale != nullptr ? "" : "a scale does not fit";
 }
 

@@ -457,6 +457,14 @@ def exchange(
       split, concat: of the collective (`Collective`).
       send: the collective of an array.
     """
+    scale = sent_scale(operand, world, split, concat)
+    # As bytes: not every collective has types of 8-bit floats.
+    sent = send(lax.bitcast_convert_type(operand.values, jnp.int8))
+    return Scaled(lax.bitcast_convert_type(sent, operand.dtype), send(scale))
+
+
+def sent_scale(operand: Scaled, world: int, split: int | None, concat: int | None) -> jax.Array:
+    """An operand's scale, as the collective sends it."""
     last = operand.ndim - 1
     scale = operand.scale
     if split is not None:
@@ -480,9 +488,7 @@ def exchange(
     for dimension in range(last):  # so that a result can be split in any of them
         if scale.shape[dimension] == 1 and dimension not in (split, concat):
             scale = _repeated(scale, dimension, operand.shape[dimension])
-    # As bytes: not every collective has types of 8-bit floats.
-    sent = send(lax.bitcast_convert_type(operand.values, jnp.int8))
-    return Scaled(lax.bitcast_convert_type(sent, operand.dtype), send(scale))
+    return scale
 
 
 def _check_whole(is_k: bool, size: int) -> None:

@@ -111,7 +111,7 @@ def scaled(rng: random.Random, place: Place) -> Case:
     Values that a kernel reads along another axis, or scales of other rows, are far off."""
     unchecked = place.platform != "cpu" and plans.why_unchecked(False) is None
     ops = ["all_gather_matmul"] + ["matmul_reduce_scatter"] * (place.platform != "cpu")
-    ops += ["matmul_all_to_all"] * unchecked
+    ops += ["matmul_all_to_all", "all_to_all_matmul"] * unchecked
     lead = (*rng.choice([(), (), (2,)]), rng.choice(ROWS))
     out = rng.choice([jnp.bfloat16, jnp.bfloat16, jnp.float32])
     # An entry for each row and column; and for each block of k, then of blocks of columns.
@@ -119,8 +119,11 @@ def scaled(rng: random.Random, place: Place) -> Case:
     by_block = unchecked and rng.random() < 0.4
     k = rng.choice([520, 1040]) if by_block else rng.choice(K)
     split, concat = rng.choice([(-1, -2), (-2, -1)]) if unchecked else (-1, -2)
+    op = rng.choice(ops)
+    if op == "all_to_all_matmul":  # ranks have whole blocks of scales
+        k = rng.choice([128, 256, 1024])
     call = Call(
-        rng.choice(ops), lead, k, rng.choice(N), rng.randrange(len(lead)),
+        op, lead, k, rng.choice(N), rng.randrange(len(lead)),
         jnp.float8_e4m3fn, out, transpose_rhs=rng.random() < 0.5, split=split, concat=concat,
     )  # fmt: skip
     f = call.bind(place.axis_name)

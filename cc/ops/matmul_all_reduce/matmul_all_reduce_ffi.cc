@@ -53,7 +53,8 @@ std::string ReadOperands(const ScaledAttributes& a, Call* call, ffi::AnyBuffer x
     arrays.residual = added.untyped_data();
     if (added.element_type() != y.element_type() || CountOf(added) != CountOf(y)) return kDoNotFit;
   }
-  return ReadScales(a.scales, rest, /*first=*/0, rows, n, p.scatter, &arrays);
+  return ReadScales(a.scales, rest, /*first=*/0, rows, n, CeilDiv<int64_t>(k, kScaleBlock),
+                    p.scatter.dtype, &arrays);
 }
 
 struct CallOnCpu : TiledCall<kMatmulAllReduceId, MatmulAllReduceCpu> {

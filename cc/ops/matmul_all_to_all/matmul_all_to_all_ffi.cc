@@ -53,7 +53,8 @@ std::string ReadOperands(const ShardAttributes& a, Call* call, ffi::AnyBuffer x,
       CountOf(y) != p.rows.Total() * p.n) {
     return kDoNotFit;
   }
-  return ReadScales(a.scales, scales, /*first=*/0, p.RowsOfX(), p.ColumnsOfW(), p, &arrays);
+  return ReadScales(a.scales, scales, /*first=*/0, p.RowsOfX(), p.ColumnsOfW(),
+                    CeilDiv<int64_t>(p.k, kScaleBlock), p.dtype, &arrays);
 }
 
 struct CallOnCpu : TiledCall<kMatmulAllToAllId, MatmulAllToAllCpu> {

@@ -110,7 +110,8 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
       }
       arrays.residual = residual.untyped_data();
     }
-    const std::string why = ReadScales(a.scales, args, next, p.rows.Total(), p.n, p, &arrays);
+    const std::string why = ReadScales(a.scales, args, next, p.rows.Total(), p.n,
+                                       CeilDiv<int64_t>(p.k, kScaleBlock), p.dtype, &arrays);
     if (!why.empty()) return why;
     if (!ReadPlan(a) || !WhyNoKernel(p).empty() ||
         !SharesK(plan.choice, p.rows.Total(), arrays.products[0].k * SizeOf(p.dtype),

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax import lax
 
 from ..._call.plans import Plan
 from .._scaled import Scales
@@ -38,6 +39,13 @@ def exchanged(x: jax.Array, params: AllToAllCall) -> jax.Array:
     """x after the all-to-all of a call, by :func:`jflux.all_to_all`."""
     names, world = params.axis_names, params.world
     return exchange.bind("all_to_all", x, names, world, params.split, params.concat)
+
+
+def exchanged_values(x: jax.Array, send: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """``send(x)``; values of 8 bits as bytes, since not every collective has their types."""
+    if x.dtype.itemsize > 1:
+        return send(x)
+    return lax.bitcast_convert_type(send(lax.bitcast_convert_type(x, np.int8)), x.dtype)
 
 
 def shifted(params: Any, count: int) -> Any:
@@ -109,6 +117,7 @@ def in_rank_order(
     bind: Callable[..., Sequence[Any]],
     sizes: _product_plan.Sizes,
     shapes: Sequence[tuple[int, ...]],
+    scales_of_results: bool = False,
 ) -> Callable[..., list[Any]] | None:
     """(x, w, scales) -> the results, by a call with the ranks in front of leading rows, where a
     tile's rows would straddle leading indices; None where they do not.
@@ -116,16 +125,21 @@ def in_rank_order(
     Args:
       bind: (why, x, w, scales, split=, concat=) -> the results of such a call.
       shapes: of the results.
+      scales_of_results: whether the scales of rows lie as the rows of the results, not of x.
     """
     outer, inner, world = sizes.outer, sizes.inner, sizes.world
     if outer == 1 or inner % _product_plan.TILE_ROWS == 0:
         return None
 
     def rank_major(x: Any, w: Any, *scales: Any) -> list[Any]:
-        rows = [x, *scales[:1]]
-        if sizes.split_rows:
-            rows = [a.reshape(outer, world, inner, -1).swapaxes(0, 1) for a in rows]
-        x, *of_rows = (a.reshape(-1, a.shape[-1]) for a in rows)
+        def in_order(a: Any, has_ranks: bool) -> Any:
+            if has_ranks:
+                a = a.reshape(outer, world, inner, a.shape[-1]).swapaxes(0, 1)
+            return a.reshape(-1, a.shape[-1])
+
+        x = in_order(x, sizes.split_rows)
+        have_ranks = sizes.concat_rows if scales_of_results else sizes.split_rows
+        of_rows = [in_order(a, have_ranks) for a in scales[:1]]
         split, concat = int(not sizes.split_rows), int(not sizes.concat_rows)
         scales = (*of_rows, *scales[1:])
         results = bind(_product.RANK_MAJOR, x, w, *scales, split=split, concat=concat)

@@ -16,9 +16,11 @@ namespace jflux::simt {
 struct TestScales {
   Scales kind;
   int64_t rows, k, n;
-  std::vector<float> x, w, rolled_x, rolled_w;
+  std::vector<float> x, w, given_x, given_w, rolled_x, rolled_w;
 
-  TestScales(Scales kind, int64_t rows, int64_t k, int64_t n) : kind(kind), rows(rows), k(k), n(n) {
+  // `twice`: a launcher gets the entries of k twice, one after the other.
+  TestScales(Scales kind, int64_t rows, int64_t k, int64_t n, bool twice = false)
+      : kind(kind), rows(rows), k(k), n(n) {
     if (kind == Scales::kNone) return;
     for (int64_t i = 0; i < rows * KBlocks(); ++i) x.push_back(i % 3 == 0 ? 2 : 1);
     for (int64_t i = 0; i < CeilDiv(n, ColumnBlock()) * KBlocks(); ++i) {
@@ -27,6 +29,8 @@ struct TestScales {
     rolled_x = x, rolled_w = w;
     std::rotate(rolled_x.begin(), rolled_x.begin() + 1, rolled_x.end());
     std::rotate(rolled_w.begin(), rolled_w.begin() + 1, rolled_w.end());
+    given_x = Given(x, twice), given_w = Given(w, twice);
+    rolled_x = Given(rolled_x, twice), rolled_w = Given(rolled_w, twice);
   }
   int64_t KBlocks() const {
     return kind == Scales::kOfBlocks ? CeilDiv<int64_t>(k, kScaleBlock) : 1;
@@ -39,8 +43,17 @@ struct TestScales {
   void Give(Arrays* arrays, bool rolls = false) const {
     arrays->scales = kind;
     if (kind == Scales::kNone) return;
-    arrays->x_scale = rolls ? rolled_x.data() : x.data();
-    arrays->w_scale = rolls ? rolled_w.data() : w.data();
+    arrays->x_scale = (rolls ? rolled_x : given_x).data();
+    arrays->w_scale = (rolls ? rolled_w : given_w).data();
+  }
+
+  std::vector<float> Given(const std::vector<float>& scale, bool twice) const {
+    if (!twice) return scale;
+    std::vector<float> given;
+    for (auto entry = scale.begin(); entry != scale.end(); entry += KBlocks()) {
+      for (int time = 0; time < 2; ++time) given.insert(given.end(), entry, entry + KBlocks());
+    }
+    return given;
   }
 
   // a [rows, k] @ b [k, n], or b [n, k] if `transposed`.
