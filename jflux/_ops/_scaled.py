@@ -458,9 +458,15 @@ def exchange(
       send: the collective of an array.
     """
     scale = sent_scale(operand, world, split, concat)
-    # As bytes: not every collective has types of 8-bit floats.
-    sent = send(lax.bitcast_convert_type(operand.values, jnp.int8))
-    return Scaled(lax.bitcast_convert_type(sent, operand.dtype), send(scale))
+    return Scaled(sent_values(operand.values, send), send(scale))
+
+
+def sent_values(values: jax.Array, send: Callable[..., Any]) -> jax.Array:
+    """``send(values)``, of 8 bits as bytes: not every collective has types of 8-bit floats."""
+    if values.dtype.itemsize > 1:
+        return send(values)
+    sent = send(lax.bitcast_convert_type(values, jnp.int8))
+    return lax.bitcast_convert_type(sent, values.dtype)
 
 
 def sent_scale(operand: Scaled, world: int, split: int | None, concat: int | None) -> jax.Array:

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax import lax
 
 from ..._call.plans import Plan
 from .._scaled import Scales
@@ -39,13 +38,6 @@ def exchanged(x: jax.Array, params: AllToAllCall) -> jax.Array:
     """x after the all-to-all of a call, by :func:`jflux.all_to_all`."""
     names, world = params.axis_names, params.world
     return exchange.bind("all_to_all", x, names, world, params.split, params.concat)
-
-
-def exchanged_values(x: jax.Array, send: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """``send(x)``; values of 8 bits as bytes, since not every collective has their types."""
-    if x.dtype.itemsize > 1:
-        return send(x)
-    return lax.bitcast_convert_type(send(lax.bitcast_convert_type(x, np.int8)), x.dtype)
 
 
 def shifted(params: Any, count: int) -> Any:

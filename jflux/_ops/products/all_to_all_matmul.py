@@ -446,7 +446,7 @@ def _reference(arrays: Arrays, params: Params) -> list[Any]:
     x, w, *_ = arrays
     scales = _scales(arrays, params)
     collective = functools.partial(params.collective.lax, axis_name=params.axis_names)
-    exchanged = _all_to_all_shards.exchanged_values(x, collective)
+    exchanged = _scaled.sent_values(x, collective)
 
     def product() -> Any:
         if not scales:
@@ -465,7 +465,7 @@ def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     x, w, *_ = arrays
     scales = _scales(arrays, params)
     send = functools.partial(_all_to_all_shards.exchanged, params=params)
-    exchanged = _all_to_all_shards.exchanged_values(x, send)
+    exchanged = _scaled.sent_values(x, send)
     return _of_exchanged(exchanged, params, lambda: of_kernels(exchanged, w, scales, params))
 
 
