@@ -15,7 +15,12 @@ from jflux import _native
 from jflux._call.explain import explain
 from jflux._call.plans import Machine, Path
 from jflux._ops._spec import all_ops
-from jflux._ops.products import all_gather_matmul, matmul_all_to_all, matmul_reduce_scatter
+from jflux._ops.products import (
+    all_gather_matmul,
+    all_to_all_matmul,
+    matmul_all_to_all,
+    matmul_reduce_scatter,
+)
 from jflux._stress.calls import per_device
 
 pytestmark = pytest.mark.wide  # GPUs have kernels for some of these alone
@@ -252,12 +257,22 @@ def test_a_plan_names_all_formats():
 
 
 @EACH_PAIR
-def test_other_products_refuse_them(x_dtype, w_dtype):
+@pytest.mark.parametrize("module", [all_to_all_matmul, matmul_all_to_all])
+def test_other_products_refuse_them(module, x_dtype, w_dtype):
+    """CPUs, and GPUs but for kernels that are not checked there."""
     halves = "float16, bfloat16"
-    for machine, kernels in ((CPU, f"{halves}, float32, float64"), (GPU, halves)):
-        plan = _planned(x_dtype, w_dtype, BF16, machine, matmul_all_to_all)
-        assert plan.path == Path.REFERENCE
-        assert plan.reason == f"operands are {x_dtype}, the kernels take {kernels}"
+    plan = _planned(x_dtype, w_dtype, BF16, CPU, module)
+    kernels = f"{halves}, float32, float64"
+    assert plan.path == Path.REFERENCE
+    assert plan.reason == f"operands are {x_dtype}, the kernels take {kernels}"
+    plan = _planned(x_dtype, w_dtype, BF16, GPU, module)
+    if x_dtype == S8:
+        assert plan.path == Path.REFERENCE and plan.reason.startswith(f"operands are {x_dtype}, ")
+        return
+    assert plan.path in (Path.FUSED, Path.DECOMPOSED)
+    with jflux.config(unchecked_kernels=False):
+        plan = _planned(x_dtype, w_dtype, BF16, GPU, module)
+    assert plan.path == Path.DECOMPOSED and "has not passed all checks" in plan.reason
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, S8], ids=lambda d: d.name)

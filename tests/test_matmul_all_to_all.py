@@ -143,4 +143,4 @@ def test_results_of_another_type_are_exchanged_after_the_product():
     many = functools.partial(EXCHANGE, lead=(1024,), k=64, n=256, dtype=jnp.bfloat16)
     assert _on_gpus(many(), mesh)[0].path == Path.FUSED
     plan, _ = _on_gpus(many(out=jnp.float32), mesh)
-    assert plan.path == Path.DECOMPOSED and "y is float32" in plan.reason
+    assert plan.path == Path.DECOMPOSED and "results are float32" in plan.reason

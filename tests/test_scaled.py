@@ -612,6 +612,86 @@ def test_gpus_take_scales(dtype, transpose_rhs, of_x, of_w, scales, lowered_with
         assert f"scales = {scales}" in line and "transpose_rhs = true" in line and of_values in line
 
 
+@pytest.mark.parametrize("by_block", [False, True])
+def test_gpus_sum_scaled_products(by_block, lowered_without_gpus):
+    """In one kernel for few rows, of which two CTAs share k, and one for whole tiles; or in the one
+    that is checked."""
+    of_x, of_w = ((1, 128), (128, -1)) if by_block else RECIPES["row"]
+    x_spec, w_spec = P(None, "tp"), P("tp")
+    specs = (x_spec, w_spec) if by_block else (P(), P())
+
+    def local(x, w, residual):
+        norm = jflux.RMSNorm(jnp.ones(4112))
+        return jflux.matmul_all_reduce(x, w, axis_name="tp", residual=residual, norm=norm)
+
+    f = jax.shard_map(
+        local, mesh=make_mesh((2,)), out_specs=P(),
+        in_specs=(jflux.Scaled(x_spec, specs[0]), jflux.Scaled(w_spec, specs[1]), P()),
+    )  # fmt: skip
+    shape = jax.ShapeDtypeStruct
+
+    def scaled(rows, columns, block):
+        counts = (1 if b == -1 else n // b for n, b in zip((rows, columns), block, strict=True))
+        return jflux.Scaled(shape((rows, columns), E4M3), shape((*counts,), jnp.float32))
+
+    w = scaled(16384, 4112, of_w)
+    for rows, unchecked in ((64, True), (4096, True), (4096, False)):
+        if by_block and not unchecked:
+            continue
+        x, residual = scaled(rows, 16384, of_x), shape((rows, 4112), jnp.bfloat16)
+        with jflux.config(unchecked_kernels=unchecked):
+            calls, text = lowered_without_gpus(f, x, w, residual)
+        if not unchecked:
+            assert "has not passed all checks" in calls[0].plan.reason
+            assert [call.op for call in calls[1:]] == ["matmul_reduce_scatter", "all_gather"]
+            continue
+        (call,) = calls
+        assert "w is transposed first" in call.plan.reason and "XLA normalises" in call.plan.reason
+        assert call.plan.config["splits"] == (1 if by_block or rows > 128 else 2)
+        (line,) = (one for one in text.splitlines() if "@jflux_matmul_all_reduce(" in one)
+        assert f"scales = {1 + by_block}" in line and "transpose_rhs = true" in line
+        assert "f8E4M3FN" in line
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+@pytest.mark.parametrize(
+    ("op", "rows", "split", "concat"),
+    [
+        ("matmul_all_to_all", (1024,), 1, 0),
+        ("matmul_all_to_all", (2, 520), 1, 2),
+        ("all_to_all_matmul", (1024,), 0, 1),
+        ("all_to_all_matmul", (2, 520), 2, 1),
+    ],
+)
+def test_gpus_exchange_and_scale(op, rows, split, concat, by_block, lowered_without_gpus):
+    """Also with leading rows, which are put in rank order. Where ranks have parts of k, each with a
+    scale of its own, these are scales of blocks."""
+    before = op == "all_to_all_matmul"
+    joins_k = before and concat == len(rows)
+
+    def local(x, x_scale, w, w_scale):
+        x, w = jflux.Scaled(x, x_scale), jflux.Scaled(w, w_scale)
+        axes = {"split_axis": split, "concat_axis": concat}
+        return getattr(jflux, op)(x, w, axis_name="tp", **axes)
+
+    shape = jax.ShapeDtypeStruct
+    k = 1024 if before else 1040
+    k_of_w = {0: k, 1: k // 2, -1: 2 * k}[before * (split == len(rows)) - joins_k]
+    entries = [-(-size // 128) if by_block else 1 for size in (k, k_of_w)]
+    x = (shape((*rows, k), E4M3), shape((*rows, entries[0]), jnp.float32))
+    columns = 32 if by_block else 1 if joins_k else 4096
+    w = (shape((k_of_w, 4096), E4M3), shape((entries[1], columns), jnp.float32))
+    f = jax.shard_map(local, mesh=make_mesh((2,)), in_specs=P(), out_specs=P("tp"), check_vma=False)
+    with jflux.config(unchecked_kernels=True):
+        (*sent, call), text = lowered_without_gpus(f, *x, *w)
+    assert [one.op for one in sent] == ["all_to_all"] * before
+    assert "w is transposed first" in call.plan.reason
+    assert ("rank order" in call.plan.reason) == (len(rows) > 1)
+    (line,) = (one for one in text.splitlines() if f"@jflux_{op}(" in one)
+    scales = 2 if by_block or joins_k else 1
+    assert f"scales = {scales}" in line and "transpose_rhs = true" in line
+
+
 def test_a_split_x_stays_split():
     """Of explicit axes y has x's, and nothing is gathered; "highest" is known by its name."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))

@@ -101,6 +101,37 @@ __device__ __forceinline__ void StoreM64F32(const float (&acc)[kCount], void* y,
   }
 }
 
+// Multiplies row r of m64 blocks by rows[row_of(i, r)], of block i, and columns, which are y's from
+// n0 on, by columns[n]. Rows with row_of(i, r) < 0 become zero.
+template <int kColumns, int kBlocks, int kCount, typename RowOf>
+__device__ __forceinline__ void ScaleM64s(float (&acc)[kBlocks][kCount], const float* rows,
+                                          const float* columns, int64_t n0, int64_t n,
+                                          RowOf&& row_of) {
+  const int thread = threadIdx.x % 128, row = 16 * (thread / 32) + thread % 32 / 4;
+  float low[kBlocks], high[kBlocks];
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i) {
+    const int64_t of_low = row_of(i, row), of_high = row_of(i, row + 8);
+    low[i] = of_low < 0 ? 0.0f : __ldg(rows + of_low);
+    high[i] = of_high < 0 ? 0.0f : __ldg(rows + of_high);
+  }
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+    const int64_t col = n0 + 8 * j + 2 * (threadIdx.x % 4);
+    // n is a multiple of 8.
+    const float2 c =
+        col < n ? *reinterpret_cast<const float2*>(columns + col) : make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      float* a = &acc[i][4 * j];
+      a[0] = a[0] * low[i] * c.x;
+      a[1] = a[1] * low[i] * c.y;
+      a[2] = a[2] * high[i] * c.x;
+      a[3] = a[3] * high[i] * c.y;
+    }
+  }
+}
+
 // Multiplies row r of kColumns columns of an m64 block, from kFirst on, by rows[row_of(r)], and its
 // columns, which are y's from n0 on, by columns[n]. Rows with row_of(r) < 0 become zero.
 template <int kColumns, int kFirst = 0, int kCount, typename RowOf>

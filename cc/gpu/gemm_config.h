@@ -127,10 +127,10 @@ inline constexpr char kStraddlingTiles[] =
 
 // WhyNotOperands of a product with an all-to-all.
 template <typename Params>
-std::string WhyNotShards(const OpFormats& op, FormatSet machine, const Params& p) {
+std::string WhyNotShards(const OpFormats& op, FormatSet machine, const Params& p, DType w_dtype) {
   const bool strided = p.rows.outer > 1 && (p.split_rows || p.concat_rows);
   if (strided && p.rows.inner % kGemmTileM != 0) return kStraddlingTiles;
-  return WhyNotOperands(op, machine, p.dtype, p.dtype, p.out_dtype, p.k, p.n, p.transpose_rhs);
+  return WhyNotOperands(op, machine, p.dtype, w_dtype, p.out_dtype, p.k, p.n, p.transpose_rhs);
 }
 
 // The choice for a call with such scales. `gated`: half of a tile's columns belong to each of two

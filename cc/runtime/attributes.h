@@ -145,12 +145,22 @@ struct ProductAttributes {
   }
 };
 
-// Of a product with an all-to-all: whether rows, not columns, are split and concatenated.
-struct ShardAttributes : ProductAttributes {
-  bool concat_rows = false, split_rows = false;
+// Of a product whose operands may have scales.
+struct ScaledAttributes : ProductAttributes {
+  int64_t scales = 0;  // number of a Scales
 
   void Read(AttributeReader& read) {
     ProductAttributes::Read(read);
+    read("scales", &scales);
+  }
+};
+
+// Of a product with an all-to-all: whether rows, not columns, are split and concatenated.
+struct ShardAttributes : ScaledAttributes {
+  bool concat_rows = false, split_rows = false;
+
+  void Read(AttributeReader& read) {
+    ScaledAttributes::Read(read);
     read("concat_rows", &concat_rows)("split_rows", &split_rows);
   }
 };

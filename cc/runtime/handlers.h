@@ -131,6 +131,30 @@ std::optional<Params> ProductOf(const ProductAttributes& a, const ffi::AnyBuffer
   return p;
 }
 
+// Whether x and w are what the CPU back end multiplies.
+template <typename Params>
+bool AreForCpu(const Params& p) {
+  return Has(kWideFormats, p.dtype) && p.DTypeOfW() == p.dtype;
+}
+
+// The scales of a product of 8 bits, from args[first] on: those of x's rows, and those of w's
+// columns; kOfBlocks has so many entries of k, for each row and each block of columns. Why they do
+// not fit, or "".
+template <typename Arrays>
+std::string ReadScales(int64_t number, const ffi::RemainingArgs& args, size_t first, int64_t rows,
+                       int64_t columns, int64_t entries, DType dtype, Arrays* arrays) {
+  if (!IsScales(number)) return kDoNotFit;
+  arrays->scales = static_cast<Scales>(number);
+  if (arrays->scales == Scales::kNone) return "";
+  const bool of_blocks = arrays->scales == Scales::kOfBlocks;
+  if (SizeOf(dtype) != 1) return kDoNotFit;
+  if (HasEntriesOfK(arrays->scales) && !(of_blocks && HasBlockScales(dtype))) return kNoKernel;
+  const int64_t of_columns = of_blocks ? CeilDiv<int64_t>(columns, kScaleBlock) * entries : columns;
+  arrays->x_scale = FloatsOf(*args.get<ffi::AnyBuffer>(first), of_blocks ? rows * entries : rows);
+  arrays->w_scale = FloatsOf(*args.get<ffi::AnyBuffer>(first + 1), of_columns);
+  return arrays->x_scale != nullptr && arrays->w_scale != nullptr ? "" : "a scale does not fit";
+}
+
 // The arguments of a handler follow from those of Call::Read.
 template <typename Call, typename Read = decltype(&Call::Read)>
 struct OpHandlers;

@@ -253,14 +253,19 @@ class Scales(enum.IntEnum):
         return Scales.OF_BLOCKS if self is Scales.PROMOTED else self
 
 
-#: The formats of x and the scales of which kernels of products over ranks that multiply 8 bits have
+#: The products over ranks, formats of x and scales of which kernels that multiply 8 bits have
 #: passed all checks on GPUs, but for results of float16.
-CHECKED = [(np.dtype(jnp.float8_e4m3fn), scales) for scales in (Scales.NONE, Scales.OF_SUMS)]
+CHECKED = [
+    (op, np.dtype(jnp.float8_e4m3fn), scales)
+    for op in ("all_gather_matmul", "matmul_reduce_scatter")
+    for scales in (Scales.NONE, Scales.OF_SUMS)
+]
 
 
-def why_unchecked(x_dtype: np.dtype, scales: Scales, out: np.dtype = RESULT) -> str | None:
+def why_unchecked(op: str, x_dtype: np.dtype, scales: Scales, out: np.dtype = RESULT) -> str | None:
     """Why these kernels do not run on GPUs yet, or None."""
-    return plans.why_unchecked((np.dtype(x_dtype), scales) in CHECKED and out != np.float16)
+    checked = (op, np.dtype(x_dtype), scales.in_kernels) in CHECKED and out != np.float16
+    return plans.why_unchecked(checked)
 
 
 def is_highest(precision: lax.PrecisionLike) -> bool:
@@ -276,7 +281,7 @@ _HIGHEST = ("highest", "float32")
 def scales_of(
     x: Scaled, *ws: Scaled, transpose_rhs: bool, precision: lax.PrecisionLike = None
 ) -> Scales:
-    """The kind of these scales."""
+    """The kind of these scales. `precision`: of a call whose op takes PROMOTED."""
     k_of_w = 1 if transpose_rhs else 0
     of_blocks = all(has_column_blocks(w, transpose_rhs) for w in ws)
     if x.scale.shape[-1] > 1 or any(w.scale.shape[k_of_w] > 1 for w in ws):
@@ -331,6 +336,19 @@ def why_no_kernel(
     return f"kernels take blocks of {BLOCK} of k of w only for {BLOCK} columns each"
 
 
+def for_kernel(x: Any, w: Any, transpose_rhs: bool) -> tuple[str | None, Scales, list[jax.Array]]:
+    """(why no kernel takes the scales of two operands, or None; the kind of these; x and w, and the
+    scales of x's rows and of w's columns, if there are any)."""
+    if not isinstance(x, Scaled):
+        return None, Scales.NONE, [x, w]
+    x, w = constants(x, w)
+    if why := why_no_kernel(x, w, transpose_rhs=transpose_rhs):
+        return why, Scales.NONE, []
+    scales = scales_of(x, w, transpose_rhs=transpose_rhs)
+    scaled_by = [of_rows(x, scales), of_columns(w, transpose_rhs, scales)]
+    return None, scales, [x.values, w.values, *scaled_by]
+
+
 def of_rows(x: Scaled, scales: Scales) -> jax.Array:
     """The scale of x's rows, [..., rows, 1], or [..., rows, blocks of k]."""
     entries = -(-x.shape[-1] // BLOCK) if scales.has_blocks else 1
@@ -358,9 +376,16 @@ def product(
     transpose_rhs: bool,
 ) -> jax.Array:
     """The product of values and scales as kernels take them, in float32."""
+    operands = as_operands(x, w, of_rows, of_columns, transpose_rhs)
+    return _matmul(*operands, precision, transpose_rhs)
+
+
+def as_operands(
+    x: jax.Array, w: jax.Array, of_rows: jax.Array, of_columns: jax.Array, transpose_rhs: bool
+) -> tuple[Scaled, Scaled]:
+    """Operands of which kernels take these values and scales."""
     scale = of_columns if of_columns.ndim == 2 else of_columns[:, None]
-    scaled = Scaled(w, scale if transpose_rhs else scale.T)
-    return _matmul(Scaled(x, of_rows), scaled, precision, transpose_rhs)
+    return Scaled(x, of_rows), Scaled(w, scale if transpose_rhs else scale.T)
 
 
 def result_dtype(preferred_element_type: DTypeLike | None) -> np.dtype:
@@ -461,6 +486,20 @@ def exchange(
       split, concat: of the collective (`Collective`).
       send: the collective of an array.
     """
+    scale = sent_scale(operand, world, split, concat)
+    return Scaled(sent_values(operand.values, send), send(scale))
+
+
+def sent_values(values: jax.Array, send: Callable[..., Any]) -> jax.Array:
+    """``send(values)``, of 8 bits as bytes: not every collective has types of 8-bit floats."""
+    if values.dtype.itemsize > 1:
+        return send(values)
+    sent = send(lax.bitcast_convert_type(values, jnp.int8))
+    return lax.bitcast_convert_type(sent, values.dtype)
+
+
+def sent_scale(operand: Scaled, world: int, split: int | None, concat: int | None) -> jax.Array:
+    """An operand's scale, as the collective sends it."""
     last = operand.ndim - 1
     scale = operand.scale
     if split is not None:
@@ -484,9 +523,7 @@ def exchange(
     for dimension in range(last):  # so that a result can be split in any of them
         if scale.shape[dimension] == 1 and dimension not in (split, concat):
             scale = _repeated(scale, dimension, operand.shape[dimension])
-    # As bytes: not every collective has types of 8-bit floats.
-    sent = send(lax.bitcast_convert_type(operand.values, jnp.int8))
-    return Scaled(lax.bitcast_convert_type(sent, operand.dtype), send(scale))
+    return scale
 
 
 def _check_whole(is_k: bool, size: int) -> None:

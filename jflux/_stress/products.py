@@ -86,23 +86,50 @@ def product(rng: random.Random, place: Place, *, spec: OpSpec | None = None, **f
     )
 
 
+def scale_of(
+    draws: np.random.Generator,
+    a: np.ndarray,
+    mesh: Any,
+    along_k: int,
+    *,
+    each: bool = True,
+    by_block: bool = False,
+    size: int = 1,
+) -> tuple[np.ndarray, np.ndarray]:
+    """A scale of all ranks' values, and what they mean: with an entry for `size` indices of each
+    dimension other than k, or for all; and for k, or each of its blocks."""
+    ndim = a.ndim - mesh.devices.ndim
+    shape = [-(-n // size) for n in a.shape[-ndim:]] if each else [1] * ndim
+    shape[along_k] = -(-a.shape[along_k] // _scaled.BLOCK) if by_block else 1
+    full = (*mesh.devices.shape, *shape)
+    scale = np.exp2(draws.uniform(-3, 3, full)).astype(np.float32)
+    return scale, a.astype(np.float32) * np.asarray(_scaled.spread(jnp.asarray(scale), a.shape))
+
+
 def scaled(rng: random.Random, place: Place) -> Case:
     """A product of 8 bits with scales of rows and columns, or one scale for each rank, in a kernel.
     Values that a kernel reads along another axis, or scales of other rows, are far off."""
+    unchecked = place.platform != "cpu" and plans.why_unchecked(False) is None
     ops = ["all_gather_matmul"] + ["matmul_reduce_scatter"] * (place.platform != "cpu")
+    ops += ["matmul_all_to_all", "all_to_all_matmul"] * unchecked
     lead = (*rng.choice([(), (), (2,)]), rng.choice(ROWS))
     out = rng.choice([jnp.bfloat16, jnp.bfloat16, jnp.float32])
     # An entry for each row and column; and for each block of k, then of blocks of columns.
     by_row, by_column = rng.random() < 0.7, rng.random() < 0.7
-    unchecked = place.platform != "cpu" and plans.why_unchecked(False) is None
     by_block = unchecked and rng.random() < 0.4
     k = rng.choice([520, 1040]) if by_block else rng.choice(K)
     wide = place.platform == "cpu" or unchecked
-    # Kernels take blocks of the first two.
-    of_x = rng.choice(_scaled.TYPES[: 2 if by_block else 3] if wide else _scaled.TYPES[:1])
+    split, concat = rng.choice([(-1, -2), (-2, -1)]) if unchecked else (-1, -2)
+    op = rng.choice(ops)
+    if op == "all_to_all_matmul":  # ranks have whole blocks of scales
+        k = rng.choice([128, 256, 1024])
+    # Kernels take int8 in two of the ops, and not by blocks.
+    takes = 2 if by_block or op in ops[-2:] * unchecked else 3
+    of_x = rng.choice(_scaled.TYPES[:takes] if wide else _scaled.TYPES[:1])
+    w = jnp.int8 if of_x == jnp.int8 else jnp.float8_e4m3fn
     call = Call(
-        rng.choice(ops), lead, k, rng.choice(N), rng.randrange(len(lead)),
-        jnp.int8 if of_x == jnp.int8 else jnp.float8_e4m3fn, out, transpose_rhs=rng.random() < 0.5,
+        op, lead, k, rng.choice(N), rng.randrange(len(lead)), w, out,
+        transpose_rhs=rng.random() < 0.5, split=split, concat=concat,
     )  # fmt: skip
     f = call.bind(place.axis_name)
 
@@ -115,23 +142,15 @@ def scaled(rng: random.Random, place: Place) -> Case:
         x, w = calls.operands(call, mesh, axis, seed=seed)
         x = x.astype(of_x)
 
-        def scale_of(a: np.ndarray, each: bool, along_k: int, size: int) -> np.ndarray:
-            """An entry for `size` indices of a dimension other than k."""
-            ndim = len(a.shape) - mesh.devices.ndim
-            shape = [-(-n // size) for n in a.shape[-ndim:]] if each else [1] * ndim
-            shape[along_k] = -(-a.shape[along_k] // _scaled.BLOCK) if by_block else 1
-            full = (*mesh.devices.shape, *shape)
-            return np.exp2(draws.uniform(-3, 3, full)).astype(np.float32)
-
-        of_columns = _scaled.BLOCK if by_block else 1
-        scales = (
-            scale_of(x, by_row, -1, 1),
-            scale_of(w, by_column, -1 if call.transpose_rhs else -2, of_columns),
-        )
-        wide = [
-            a.astype(np.float32) * np.asarray(_scaled.spread(jnp.asarray(s), a.shape))
-            for a, s in zip((x, w), scales, strict=True)
-        ]
+        along_k = -1 if call.transpose_rhs else -2
+        scales, wide = zip(
+            scale_of(draws, x, mesh, -1, each=by_row, by_block=by_block),
+            scale_of(
+                draws, w, mesh, along_k, each=by_column, by_block=by_block,
+                size=_scaled.BLOCK if by_block else 1,
+            ),
+            strict=True,
+        )  # fmt: skip
         want = calls.exact(call, mesh, axis, *wide)
         scale = calls.exact(call, mesh, axis, *(abs(a) for a in wide))
         terms = call.terms(place.world)
@@ -146,7 +165,7 @@ def scaled(rng: random.Random, place: Place) -> Case:
         f"{of_x.name}, y of {np.dtype(out).name}",
         body,
         make,
-        is_xlas=place.world == 1,
+        is_xlas=place.world == 1 or call.is_exchange,
         most_bytes=4 * place.world * math.prod(call.lead) * max(call.n, call.k),
         has_gradient=False,
     )
@@ -197,42 +216,57 @@ def quantized(rng: random.Random, place: Place) -> Case:
 
 
 def large_sum(rng: random.Random, place: Place) -> Case:
-    """matmul_all_reduce in one kernel: whole tiles for each rank, or, on two, few rows."""
+    """matmul_all_reduce in one kernel: whole tiles for each rank, or, on two, few rows. Where
+    unchecked kernels run, also of 8 bits with scales."""
     world, dtype = place.world, rng.choice(HALVES)
     slow = place.platform == "cpu"
     k = rng.choice([8, 13] if slow else [64, 136, 392])
+    has_scales = not slow and plans.why_unchecked(False) is None and rng.random() < 0.5
+    by_block = has_scales and rng.random() < 0.5
+    of_operands = dtype
+    if has_scales:
+        dtype, of_operands = jnp.bfloat16, jnp.float8_e4m3fn
+        k = rng.choice([64, 400, 1040])
     transpose_rhs, adds = rng.random() < 0.5, rng.random() < 0.5
     if world == 2 and rng.random() < 0.5:
         rows, n = rng.choice([32, 100, 128]), rng.choice([8200, 10248])
     else:  # a row of tiles for each rank, or several, and columns that make it more than 4 MiB
         rows = 128 * world * (1 if slow else rng.choice([1, 1, 2, 3]))
         n = (2 << 20) // rows // 8 * 8 + (8 if slow else rng.choice([8, 1032]))
+    n += -n % 16 * has_scales
     # Of the program: the same on all ranks.
     residual: Any = calls.normal(1, (rows, n), dtype) if adds else None
 
-    def body(x: Any, w: Any) -> Any:
+    def body(x: Any, w: Any, *scales: Any) -> Any:
+        if scales:
+            x, w = (jflux.Scaled(a, s) for a, s in zip((x, w), scales, strict=True))
         return jflux.matmul_all_reduce(
             x, w, axis_name=place.axis_name, transpose_rhs=transpose_rhs, residual=residual
         )
 
     def make(seed: int) -> Data:
         lead = place.mesh.devices.shape
-        x = calls.normal(seed, (*lead, rows, k), dtype)
-        w = calls.normal(seed + 1, (*lead, k, n), dtype)
-        want, scale = sums_of(
-            place,
-            *(a.astype(np.float32) @ b.astype(np.float32) for a, b in ((x, w), (abs(x), abs(w)))),
-        )
+        x = calls.normal(seed, (*lead, rows, k), of_operands)
+        w = calls.normal(seed + 1, (*lead, k, n), of_operands)
+        wide_x, wide_w, scales = x.astype(np.float32), w.astype(np.float32), []
+        if has_scales:
+            draws, size = np.random.default_rng(seed + 2), _scaled.BLOCK if by_block else 1
+            x_scale, wide_x = scale_of(draws, x, place.mesh, -1, by_block=by_block)
+            w_scale, wide_w = scale_of(draws, w, place.mesh, -2, by_block=by_block, size=size)
+            scales = [x_scale, np.swapaxes(w_scale, -1, -2) if transpose_rhs else w_scale]
+        pairs = ((wide_x, wide_w), (abs(wide_x), abs(wide_w)))
+        want, scale = sums_of(place, *(a @ b for a, b in pairs))
         if residual is not None:
             want, scale = want + residual.astype(np.float64), scale + abs(residual)
         operand = np.ascontiguousarray(np.swapaxes(w, -1, -2)) if transpose_rhs else w
-        return (x, operand), [Output(want, scale, dtype, world * k, same=True)]
+        return (x, operand, *scales), [Output(want, scale, dtype, world * k, same=True)]
 
     return place.case(
         "matmul_all_reduce",
-        f"matmul_all_reduce {rows} x {n} x {k} {transpose_rhs=} {np.dtype(dtype).name}"
-        f"{' and a residual' if adds else ''}",
+        f"matmul_all_reduce {rows} x {n} x {k} {transpose_rhs=} {np.dtype(of_operands).name}"
+        f"{f' with scales {by_block=}' if has_scales else ''}{' and a residual' if adds else ''}",
         body,
         make,
         is_xlas=world == 1,
+        has_gradient=not has_scales,
     )

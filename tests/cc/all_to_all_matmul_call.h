@@ -3,7 +3,9 @@
 #define JFLUX_TESTS_CC_ALL_TO_ALL_MATMUL_CALL_H_
 
 #include <algorithm>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "ops/all_to_all_matmul/all_to_all_matmul.h"
@@ -14,14 +16,18 @@ namespace jflux {
 // Operands and results of all ranks, and the expected results by the op's definition.
 class AllToAllMatmulData : public Call {
  public:
-  AllToAllMatmulData(const AllToAllMatmulParams& p, uint32_t seed) : p_(p) {
+  using Multiply = std::function<Values(const Values& x, const Values& w)>;
+
+  // multiply(all_to_all(x), w): a rank's product.
+  AllToAllMatmulData(const AllToAllMatmulParams& p, uint32_t seed, Multiply multiply = {})
+      : p_(p), multiply_(std::move(multiply)) {
     const Rows& r = p.rows;
     std::vector<Values> x;
     for (int rank = 0; rank < r.world; ++rank) {
       x.push_back(RandomIntegers(r.Total() * p.k, 2, seed * 100 + rank));
       w_values_.push_back(RandomIntegers(p.KOfW() * p.n, 1, seed * 100 + 50 + rank));
       x_.emplace_back(p.dtype, x.back());
-      w_.emplace_back(p.dtype, w_values_.back());
+      w_.emplace_back(p.DTypeOfW(), w_values_.back());
       y_.emplace_back(p.out_dtype, p.RowsOfY() * p.n);
       gathered_out_.emplace_back(p.dtype, r.Total() * p.k);
     }
@@ -46,8 +52,9 @@ class AllToAllMatmulData : public Call {
   int64_t Wrong() const override {
     int64_t wrong = 0;
     for (int r = 0; r < p_.rows.world; ++r) {
-      wrong += y_[r].Wrong(
-          Product(gathered_[r], w_values_[r], p_.RowsOfY(), p_.KOfW(), p_.n, p_.transpose_rhs));
+      wrong += y_[r].Wrong(multiply_ ? multiply_(gathered_[r], w_values_[r])
+                                     : Product(gathered_[r], w_values_[r], p_.RowsOfY(), p_.KOfW(),
+                                               p_.n, p_.transpose_rhs));
       if (p_.return_gathered) wrong += gathered_out_[r].Wrong(gathered_[r]);
     }
     return wrong;
@@ -62,6 +69,7 @@ class AllToAllMatmulData : public Call {
   const AllToAllMatmulParams p_;
 
  private:
+  const Multiply multiply_;
   std::vector<Values> w_values_, gathered_;
   std::vector<Array> x_, w_, y_, gathered_out_;
 };
@@ -69,8 +77,8 @@ class AllToAllMatmulData : public Call {
 class AllToAllMatmulCall : public AllToAllMatmulData {
  public:
   AllToAllMatmulCall(const AllToAllMatmulParams& p, const AllToAllMatmulTiling& tiling,
-                     uint32_t seed)
-      : AllToAllMatmulData(p, seed), tiling_(tiling) {}
+                     uint32_t seed, Multiply multiply = {})
+      : AllToAllMatmulData(p, seed, std::move(multiply)), tiling_(tiling) {}
 
   WorkspaceLayout Workspace() const override {
     return AllToAllMatmulLayout::Make(p_, tiling_.chunk_bytes).Workspace();

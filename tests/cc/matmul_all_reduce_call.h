@@ -2,6 +2,7 @@
 #ifndef JFLUX_TESTS_CC_MATMUL_ALL_REDUCE_CALL_H_
 #define JFLUX_TESTS_CC_MATMUL_ALL_REDUCE_CALL_H_
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -16,8 +17,10 @@ namespace jflux {
 // bf16 below.
 class MatmulAllReduceCall : public Call {
  public:
+  // multiply(x, w): a rank's product.
   MatmulAllReduceCall(const MatmulAllReduceParams& p, const ScatterTiling& tiling, uint32_t seed,
-                      bool residual = false, int bound = 2)
+                      bool residual = false, int bound = 2,
+                      const std::function<Values(const Values&, const Values&)>& multiply = {})
       : p_(p), tiling_(tiling), sum_(p.scatter.rows.Total() * p.scatter.n) {
     const auto& s = p.scatter;
     if (residual) {
@@ -28,11 +31,13 @@ class MatmulAllReduceCall : public Call {
     for (int rank = 0; rank < s.rows.world; ++rank) {
       const Values x = RandomIntegers(s.rows.Total() * s.k, bound, seed * 100 + rank);
       const Values w = RandomIntegers(s.k * s.n, bound / 2, seed * 100 + 50 + rank);
-      const Array part(s.out_dtype, Product(x, w, s.rows.Total(), s.k, s.n, s.transpose_rhs));
+      const Array part(s.out_dtype, multiply
+                                        ? multiply(x, w)
+                                        : Product(x, w, s.rows.Total(), s.k, s.n, s.transpose_rhs));
       const Values sent = part.AsValues();
       for (size_t i = 0; i < sum_.size(); ++i) sum_[i] += sent[i];
       x_.emplace_back(s.dtype, x);
-      w_.emplace_back(s.dtype, w);
+      w_.emplace_back(s.DTypeOfW(), w);
       y_.emplace_back(s.out_dtype, s.rows.Total() * s.n);
     }
     sum_ = Array(s.out_dtype, sum_).AsValues();

@@ -3,6 +3,7 @@
 #define JFLUX_TESTS_CC_MATMUL_ALL_TO_ALL_CALL_H_
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -13,16 +14,19 @@ namespace jflux {
 
 class MatmulAllToAllCall : public Call {
  public:
-  MatmulAllToAllCall(const MatmulAllToAllParams& p, const ShardTiling& tiling, uint32_t seed)
+  // multiply(x, w): a rank's product.
+  MatmulAllToAllCall(const MatmulAllToAllParams& p, const ShardTiling& tiling, uint32_t seed,
+                     const std::function<Values(const Values&, const Values&)>& multiply = {})
       : p_(p), tiling_(tiling) {
     const int64_t rows = p.rows.PerRank() * (p.split_rows ? p.rows.world : 1);
     const int64_t columns = p.n * (p.split_rows ? 1 : p.rows.world);
     for (int rank = 0; rank < p.rows.world; ++rank) {
       const Values x = RandomIntegers(rows * p.k, 2, seed * 100 + rank);
       const Values w = RandomIntegers(p.k * columns, 1, seed * 100 + 50 + rank);
-      products_.push_back(Product(x, w, rows, p.k, columns, p.transpose_rhs));
+      products_.push_back(multiply ? multiply(x, w)
+                                   : Product(x, w, rows, p.k, columns, p.transpose_rhs));
       x_.emplace_back(p.dtype, x);
-      w_.emplace_back(p.dtype, w);
+      w_.emplace_back(p.DTypeOfW(), w);
       y_.emplace_back(p.out_dtype, p.rows.Total() * p.n);
     }
   }

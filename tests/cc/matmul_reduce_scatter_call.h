@@ -2,6 +2,7 @@
 #ifndef JFLUX_TESTS_CC_MATMUL_REDUCE_SCATTER_CALL_H_
 #define JFLUX_TESTS_CC_MATMUL_REDUCE_SCATTER_CALL_H_
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -12,16 +13,19 @@ namespace jflux {
 
 class MatmulReduceScatterCall : public Call {
  public:
+  // multiply(x, w): a rank's product.
   MatmulReduceScatterCall(const MatmulReduceScatterParams& p, const ScatterTiling& tiling,
-                          uint32_t seed)
+                          uint32_t seed,
+                          const std::function<Values(const Values&, const Values&)>& multiply = {})
       : p_(p), sum_(p.rows.Total() * p.n), tiling_(tiling) {
     for (int rank = 0; rank < p.rows.world; ++rank) {
       const Values x = RandomIntegers(p.rows.Total() * p.k, 2, seed * 100 + rank);
       const Values w = RandomIntegers(p.k * p.n, 1, seed * 100 + 50 + rank);
-      const Values part = Product(x, w, p.rows.Total(), p.k, p.n, p.transpose_rhs);
+      const Values part =
+          multiply ? multiply(x, w) : Product(x, w, p.rows.Total(), p.k, p.n, p.transpose_rhs);
       for (size_t i = 0; i < sum_.size(); ++i) sum_[i] += part[i];
       x_.emplace_back(p.dtype, x);
-      w_.emplace_back(p.dtype, w);
+      w_.emplace_back(p.DTypeOfW(), w);
       y_.emplace_back(p.out_dtype, p.rows.PerRank() * p.n);
     }
   }

@@ -25,6 +25,7 @@
 #define JFLUX_OPS_ALL_TO_ALL_MATMUL_ALL_TO_ALL_MATMUL_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "core/format.h"
@@ -47,13 +48,16 @@ struct AllToAllMatmulParams {
   Rows rows;
   int64_t k;             // columns of a shard
   int64_t n;             // columns of w
-  DType dtype;           // of x and w
+  DType dtype;           // of x
   DType out_dtype;       // of y
   bool transpose_rhs;    // w is stored [n, KOfW()]
   bool split_rows;       // shards are rows of x; else columns
   bool concat_rows;      // shards are concatenated along rows; else along columns
   bool return_gathered;  // also write all_to_all(x)
+  // Of w, if it is not x's.
+  std::optional<DType> w_dtype = {};
 
+  DType DTypeOfW() const { return w_dtype.value_or(dtype); }
   JFLUX_HD int64_t RowsOfX() const { return split_rows ? rows.Total() : rows.PerRank(); }
   JFLUX_HD int64_t ColumnsOfX() const { return split_rows ? k : rows.world * k; }
   JFLUX_HD int64_t RowsOfY() const { return concat_rows ? rows.Total() : rows.PerRank(); }
@@ -120,6 +124,12 @@ struct AllToAllMatmulArrays {
   const void* w;   // [KOfW(), n], or [n, KOfW()] if transpose_rhs
   void* y;         // [RowsOfY(), n]
   void* gathered;  // [RowsOfY(), KOfW()], or null
+  // Of operands of 8 bits, on GPUs: the scales of all_to_all(x)'s rows and of w's columns. Where
+  // columns are concatenated, entries of k are there twice, one after the other: a rank begins with
+  // its own.
+  Scales scales = Scales::kNone;
+  const float* x_scale = nullptr;
+  const float* w_scale = nullptr;
 };
 
 struct AllToAllMatmulTiling {
@@ -134,9 +144,19 @@ bool AllToAllMatmulCpu(const AllToAllMatmulParams& params, const AllToAllMatmulT
                        uint64_t epoch, const WaitContext& ctx);
 
 // k: the columns of a shard of x.
-inline constexpr OpFormats kAllToAllMatmulFormats{kHalves};
-inline std::string WhyNoKernel(const AllToAllMatmulParams& p, FormatSet machine = kWgmmaFormats) {
-  return WhyNotShards(kAllToAllMatmulFormats, machine, p);
+inline constexpr OpFormats kAllToAllMatmulFormats{kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2),
+                                                  SetOf(DType::kBF16)};
+inline std::string WhyNoKernel(const AllToAllMatmulParams& p, FormatSet machine = kWgmmaFormats,
+                               Scales scales = Scales::kNone) {
+  if (scales == Scales::kOfBlocks && !p.concat_rows && p.k % kScaleBlock != 0) {
+    return "shards of columns must be whole blocks of scales";
+  }
+  return WhyNotShards(kAllToAllMatmulFormats, machine, p, p.DTypeOfW());
+}
+
+// Entries of k of a row's scale.
+inline int64_t ScaleEntries(const AllToAllMatmulParams& p) {
+  return (p.concat_rows ? 1 : 2) * CeilDiv<int64_t>(p.KOfW(), kScaleBlock);
 }
 
 inline ShardPanels CudaLayoutOf(const AllToAllMatmulParams& p) {

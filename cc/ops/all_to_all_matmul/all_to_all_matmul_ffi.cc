@@ -18,6 +18,9 @@ bool PlanAllToAllMatmul(CallReader& reader, const Machine& machine, Fields* plan
   p.transpose_rhs = call.transpose_rhs;
   p.split_rows = reader.GetOr("split_rows", 0, 0, 1) == 1;
   p.concat_rows = reader.GetOr("concat_rows", 0, 0, 1) == 1;
+  const bool block_scales = reader.GetOr("block_scales", 0, 0, 1) == 1;
+  const Scales scales = block_scales ? Scales::kOfBlocks : Scales::kNone;
+  p.w_dtype = reader.Has("w_dtype") ? reader.GetFormat("w_dtype") : call.dtype;
   if (!reader.Check(why_not)) return false;
   if (machine.IsCpu()) {
     const AllToAllMatmulTiling tiling;
@@ -25,46 +28,57 @@ bool PlanAllToAllMatmul(CallReader& reader, const Machine& machine, Fields* plan
     *plan = CpuPlan(layout.Workspace().TotalBytes());
     return true;
   }
-  if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine)), why_not)) return false;
+  if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine), scales), why_not)) return false;
   const GemmChoice wanted = call.given.value_or(ChooseAllToAllMatmul(
       p.rows.world, p.rows.PerRank(), p.k, p.n, p.dtype, p.concat_rows, machine, p.transpose_rhs));
-  const GemmChoice choice = FitSplits(wanted, p.RowsOfY(), p.KOfW() * SizeOf(p.dtype), /*most=*/1);
+  const GemmChoice choice =
+      ForScales(FitSplits(wanted, p.RowsOfY(), p.KOfW() * SizeOf(p.dtype), /*most=*/1), scales);
   *plan = ProductPlan{choice, AllToAllMatmulSenders(p, machine),
                       CudaLayoutOf(p).Workspace().TotalBytes()}
               .AsFields();
   return true;
 }
 
-// x of this rank and w; the results are y and, if it is wanted, all_to_all(x).
+// x of this rank, w, and perhaps the scales of all_to_all(x)'s rows and w's columns; the results
+// are y and, if it is wanted, all_to_all(x). Why they do not fit, or "".
 template <typename Call>
-bool ReadOperands(const ShardAttributes& a, Call* call, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                  ffi::AnyBuffer y, ffi::RemainingRets rest) {
+std::string ReadOperands(const ShardAttributes& a, Call* call, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                         ffi::RemainingArgs scales, ffi::AnyBuffer y, ffi::RemainingRets rest) {
   AllToAllMatmulParams& p = call->p;
   AllToAllMatmulArrays& arrays = call->arrays;
-  const auto product = ProductOf<AllToAllMatmulParams>(a, x, w, y);
-  if (!product || rest.size() > 1) return false;
+  DType w_dtype{};
+  const auto product = ProductOf<AllToAllMatmulParams>(a, x, w, y, &w_dtype);
+  if (!product || rest.size() > 1 || scales.size() != (a.scales != 0 ? 2 : 0)) return kDoNotFit;
   p = *product;
+  p.w_dtype = w_dtype;
   p.k = w.dimensions()[a.transpose_rhs ? 1 : 0] / (a.concat_rows ? 1 : p.rows.world);
   p.split_rows = a.split_rows;
   p.concat_rows = a.concat_rows;
   p.return_gathered = rest.size() == 1;
   if (p.k == 0 || CountOf(x) != p.RowsOfX() * p.ColumnsOfX() || CountOf(w) != p.KOfW() * p.n ||
       CountOf(y) != p.RowsOfY() * p.n) {
-    return false;
+    return kDoNotFit;
   }
   arrays = {x.untyped_data(), w.untyped_data(), y.untyped_data(), nullptr};
-  if (!p.return_gathered) return true;
-  auto gathered = *rest.get<ffi::AnyBuffer>(0);
-  arrays.gathered = gathered->untyped_data();
-  return gathered->element_type() == x.element_type() &&
-         CountOf(*gathered) == p.RowsOfY() * p.KOfW();
+  if (p.return_gathered) {
+    auto gathered = *rest.get<ffi::AnyBuffer>(0);
+    arrays.gathered = gathered->untyped_data();
+    if (gathered->element_type() != x.element_type() ||
+        CountOf(*gathered) != p.RowsOfY() * p.KOfW()) {
+      return kDoNotFit;
+    }
+  }
+  return ReadScales(a.scales, scales, /*first=*/0, p.RowsOfY(), p.n, ScaleEntries(p), p.dtype,
+                    &arrays);
 }
 
 struct CallOnCpu : TiledCall<kAllToAllMatmulId, AllToAllMatmulCpu> {
   std::string Read(const ShardAttributes& a, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                   ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets rest) {
+                   ffi::RemainingArgs scales, ffi::Result<ffi::AnyBuffer> y,
+                   ffi::RemainingRets rest) {
     if (!IsCpuPlan(a.choice, a.senders)) return kMalformed;
-    return ReadOperands(a, this, x, w, *y, rest) ? "" : kDoNotFit;
+    const std::string why = ReadOperands(a, this, x, w, scales, *y, rest);
+    return why.empty() && (a.scales != 0 || !AreForCpu(p)) ? kDoNotFit : why;
   }
   int64_t WorkspaceBytes() const {
     return AllToAllMatmulLayout::Make(p, tiling.chunk_bytes).Workspace().TotalBytes();
@@ -73,9 +87,14 @@ struct CallOnCpu : TiledCall<kAllToAllMatmulId, AllToAllMatmulCpu> {
 
 struct CallOnCuda : PlannedCall<kAllToAllMatmulId, LaunchAllToAllMatmul> {
   std::string Read(const ShardAttributes& a, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                   ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets rest) {
-    if (!ReadOperands(a, this, x, w, *y, rest)) return kDoNotFit;
-    return ReadPlan(a) && WhyNoKernel(p).empty() && plan.choice.splits == 1 ? "" : kNoKernel;
+                   ffi::RemainingArgs scales, ffi::Result<ffi::AnyBuffer> y,
+                   ffi::RemainingRets rest) {
+    const std::string why = ReadOperands(a, this, x, w, scales, *y, rest);
+    if (!why.empty()) return why;
+    return ReadPlan(a) && WhyNoKernel(p, kWgmmaFormats, arrays.scales).empty() &&
+                   plan.choice.splits == 1 && ForScales(plan.choice, arrays.scales) == plan.choice
+               ? ""
+               : kNoKernel;
   }
   int64_t WorkspaceBytes() const { return CudaLayoutOf(p).Workspace().TotalBytes(); }
 };

@@ -67,6 +67,12 @@ bool LaunchAllToAllMatmul(const AllToAllMatmulParams& p, const AllToAllMatmulArr
   args.split_rows = p.split_rows;
   args.concat_rows = p.concat_rows;
   args.gathers = arrays.gathered != nullptr;
+  args.scale_entries = static_cast<int32_t>(ScaleEntries(p));
+  // A rank's terms begin with its own.
+  const bool is_rotated = arrays.scales == Scales::kOfBlocks && !p.concat_rows;
+  const int64_t first = is_rotated ? view.rank * p.k / kScaleBlock : 0;
+  args.x_scale = arrays.x_scale + first;
+  args.w_scale = arrays.w_scale == nullptr ? nullptr : arrays.w_scale + first;
   args.send_order =
       ShardSendOrder::Make(args.panels, args.order.group_m * choice.cluster_m, p.concat_rows);
   args.senders = plan.senders;
@@ -82,7 +88,7 @@ bool LaunchAllToAllMatmul(const AllToAllMatmulParams& p, const AllToAllMatmulArr
       (args.gathers && !EncodeShards(&args.gathered, p.dtype, arrays.gathered, r, p.concat_rows,
                                      p.k, KPanelLayout::kBoxRows, block, Boxes::kLinear, error)) ||
       // y has shards only if rows are put together.
-      !EncodeShards(&args.y, p.dtype, arrays.y, p.concat_rows ? r : Rows{1, 1, rows},
+      !EncodeShards(&args.y, p.out_dtype, arrays.y, p.concat_rows ? r : Rows{1, 1, rows},
                     /*by_rows=*/true, p.n, 64, StoreColumns(choice), Boxes::kSwizzled, error)) {
     return false;
   }
@@ -101,7 +107,7 @@ bool LaunchAllToAllMatmul(const AllToAllMatmulParams& p, const AllToAllMatmulArr
     if (!EncodeTermOfW(&args.w[term], p, arrays.w, first_k, choice, error)) return false;
   }
   return LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,
-                                       device.sm_count, stream, error);
+                                       device.sm_count, stream, error, arrays.scales);
 }
 
 }  // namespace jflux

@@ -64,6 +64,11 @@ struct AllToAllMatmulArgs {
   CUtensorMap workspace_maps[2];  // the halves' data as rows of kBlockBytes; 4-d
   CUtensorMap send_boxes;         // x, as the send warp reads it
   CUtensorMap gathered;           // to store boxes
+  // Of operands of 8 bits: of y's rows and columns; or of rows and blocks of columns with so many
+  // entries, of which the first is that of the first k-block (Scales).
+  const float* x_scale;
+  const float* w_scale;
+  int32_t scale_entries;
 };
 static_assert(sizeof(AllToAllMatmulArgs) <= 4096);  // the limit for kernel arguments
 
@@ -209,7 +214,6 @@ template <typename Config_>
 struct AllToAllMatmulSm90 {
   using Config = Config_;
   using Args = AllToAllMatmulArgs;
-  using T = typename Config::T;
 
   // The rows of a CTA: the step of their shard (0 if columns are concatenated) and the row block in
   // it. The second CTA of a cluster may lie below the shard.
@@ -224,6 +228,28 @@ struct AllToAllMatmulSm90 {
   }
   static __device__ bool HasRows(const Args& args, const Place& place, int m64) {
     return place.row_block * Config::kTileM + m64 * 64 < static_cast<int32_t>(args.rows.PerRank());
+  }
+
+  // The rows of y as their scales lie, and the first one of a row block.
+  struct ScaledRows {
+    jflux::Rows rows;
+    int64_t first;
+  };
+  static __device__ ScaledRows ScaledRowsOf(const Args& args, const Place& place) {
+    const int64_t row = static_cast<int64_t>(place.row_block) * Config::kTileM;
+    const int64_t rows = args.rows.PerRank();
+    if (!args.concat_rows) return ScaledRows{jflux::Rows{1, 1, rows}, row};
+    return ScaledRows{args.rows, SourceRank(args, place.step) * rows + row};
+  }
+
+  // With kBlockScales. Where there are several terms, each has whole blocks.
+  static __device__ BlockScales ScalesOf(const Args& args, int32_t row_block, int m64, Tile tile) {
+    const ScaledRows of_y = ScaledRowsOf(args, PlaceOf(args, row_block));
+    BlockScales scales;
+    scales.rows.Set(args.x_scale, of_y.rows, of_y.first + m64 * 64, args.scale_entries);
+    scales.SetColumns(args.w_scale, static_cast<int64_t>(tile.n) * Config::kTileN, args.n,
+                      Config::kTileN, args.scale_entries);
+    return scales;
   }
 
   struct Schedule : OrderedTiles<StaticFirst> {
@@ -291,8 +317,19 @@ struct AllToAllMatmulSm90 {
     template <typename AwaitPartials>
     static __device__ void Finish(const Args& args, const CallContext&,
                                   StagingWriter<Config>& staging, Accumulators<Config>& acc,
-                                  int32_t row_block, Tile, AwaitPartials&&) {
+                                  int32_t row_block, Tile tile, AwaitPartials&&) {
       const Place place = PlaceOf(args, row_block);
+      if constexpr (Config::kScaled) {
+        if (args.w_scale != nullptr) {
+          const ScaledRows of_y = ScaledRowsOf(args, place);
+          ScaleM64s<Config::kTileN>(acc, args.x_scale, args.w_scale,
+                                    static_cast<int64_t>(tile.n) * Config::kTileN, args.n,
+                                    [&](int i, int r) {
+                                      const int64_t row = of_y.first + staging.M64At(i) * 64 + r;
+                                      return row < of_y.rows.Total() ? of_y.rows.Actual(row) : -1;
+                                    });
+        }
+      }
       StageTile(staging, acc, [&](int m64) { return HasRows(args, place, m64); });
     }
 

@@ -72,6 +72,10 @@ struct MatmulAllReduceArrays {
   const void* w;         // [k, n], or [n, k] if transpose_rhs
   void* y;               // [rows, n]
   const void* residual;  // as y, the same on all ranks; or null
+  // Of operands of 8 bits, on GPUs: the scales of x's rows and of w's columns.
+  Scales scales = Scales::kNone;
+  const float* x_scale = nullptr;
+  const float* w_scale = nullptr;
 };
 
 // The CPU back end's body for one rank. False if a wait failed; ctx.fault has the reason.
@@ -138,14 +142,15 @@ inline bool AreFewRows(const MatmulAllReduceParams& p) {
   return AreFewRows(p.scatter.rows.world, p.scatter.rows.Total());
 }
 
-inline constexpr OpFormats kMatmulAllReduceFormats{kHalves};
+inline constexpr OpFormats kMatmulAllReduceFormats{
+    kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2), SetOf(DType::kBF16)};
 inline std::string WhyNoKernel(const MatmulAllReduceParams& p, FormatSet machine = kWgmmaFormats) {
   const MatmulReduceScatterParams& s = p.scatter;
   if (!AreFewRows(p) && s.rows.inner % kGemmTileM != 0) {
     return "each rank must have a multiple of 128 rows (two ranks: or up to 128 rows in all)";
   }
-  return WhyNotOperands(kMatmulAllReduceFormats, machine, s.dtype, s.dtype, s.out_dtype, s.k, s.n,
-                        s.transpose_rhs);
+  return WhyNotOperands(kMatmulAllReduceFormats, machine, s.dtype, s.DTypeOfW(), s.out_dtype, s.k,
+                        s.n, s.transpose_rhs);
 }
 
 inline MatmulAllReduceLayout CudaLayoutOf(const MatmulAllReduceParams& p, const GemmChoice& c) {
@@ -191,12 +196,14 @@ inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, i
 }
 
 // What a choice from elsewhere becomes. Few rows have kernels for one tile only.
-inline GemmChoice Possible(const MatmulAllReduceParams& p, const GemmChoice& c) {
+inline GemmChoice Possible(const MatmulAllReduceParams& p, const GemmChoice& c,
+                           Scales scales = Scales::kNone) {
   const MatmulReduceScatterParams& s = p.scatter;
-  const int64_t k_bytes = s.k * SizeOf(s.dtype);
-  if (!AreFewRows(p)) return FitSplits(c, s.rows.Total(), k_bytes, /*most=*/1);
-  return FitSplits(GemmChoice{kSharedKTile, 1, 1, c.splits}, s.rows.Total(), k_bytes,
-                   kReduceSplits);
+  const bool few = AreFewRows(p);
+  const GemmChoice tile = few ? GemmChoice{kSharedKTile, 1, 1, c.splits} : c;
+  return ForScales(
+      FitSplits(tile, s.rows.Total(), s.k * SizeOf(s.dtype), few ? kReduceSplits : /*most=*/1),
+      scales);
 }
 
 // Store warps that may send at a time; 0: all. A finished tile goes to all peers. With fewer than

@@ -8,10 +8,12 @@ namespace {
 bool PlanMatmulAllReduce(CallReader& reader, const Machine& machine, Fields* plan,
                          std::string* why_not) {
   const ProductCall call = ProductCall::Read(reader);
+  const bool block_scales = reader.GetOr("block_scales", 0, 0, 1) == 1;
+  const DType w_dtype = reader.Has("w_dtype") ? reader.GetFormat("w_dtype") : call.dtype;
   if (call.rows.outer != 1) reader.Refuse("`outer` is not 1");
   if (!reader.Check(why_not)) return false;
   const MatmulAllReduceParams p{
-      {call.rows, call.k, call.n, call.dtype, call.out_dtype, call.transpose_rhs}};
+      {call.rows, call.k, call.n, call.dtype, call.out_dtype, call.transpose_rhs, w_dtype}};
   if (machine.IsCpu()) {
     *plan = CpuPlan(MatmulAllReduceCpuWorkspace(p).TotalBytes());
     return true;
@@ -20,36 +22,48 @@ bool PlanMatmulAllReduce(CallReader& reader, const Machine& machine, Fields* pla
   const GemmChoice wanted =
       call.given.value_or(ChooseAllReduce(p.scatter.rows.world, p.scatter.rows.inner, call.n,
                                           call.k, call.dtype, machine, call.transpose_rhs));
-  const GemmChoice choice = Possible(p, wanted);
+  const GemmChoice choice = Possible(p, wanted, block_scales ? Scales::kOfBlocks : Scales::kNone);
   *plan = ProductPlan{choice, AllReduceSenders(p, machine),
                       MatmulAllReduceWorkspace(p, choice).TotalBytes()}
               .AsFields();
   return true;
 }
 
-// x [rows, k] of this rank, w and perhaps the residual; the result y [rows, n].
+// x [rows, k] of this rank, w, perhaps the scales of x's rows and w's columns, and perhaps the
+// residual; the result y [rows, n]. Why they do not fit, or "".
 template <typename Call>
-bool ReadOperands(const ProductAttributes& a, Call* call, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                  ffi::RemainingArgs residual, ffi::AnyBuffer y) {
+std::string ReadOperands(const ScaledAttributes& a, Call* call, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                         ffi::RemainingArgs rest, ffi::AnyBuffer y) {
   MatmulAllReduceParams& p = call->p;
   MatmulAllReduceArrays& arrays = call->arrays;
-  const auto product = ProductOf<MatmulReduceScatterParams>(a, x, w, y);
-  if (!product || x.dimensions().size() != 2 || a.outer != 1 || residual.size() > 1) return false;
+  DType w_dtype{};
+  const auto product = ProductOf<MatmulReduceScatterParams>(a, x, w, y, &w_dtype);
+  const size_t scales = a.scales != 0 ? 2 : 0;
+  if (!product || x.dimensions().size() != 2 || a.outer != 1 || rest.size() < scales ||
+      rest.size() > scales + 1) {
+    return kDoNotFit;
+  }
   p.scatter = *product;
+  p.scatter.w_dtype = w_dtype;
   const int64_t rows = p.scatter.rows.Total(), k = p.scatter.k, n = p.scatter.n;
-  if (CountOf(x) != rows * k || CountOf(w) != k * n || CountOf(y) != rows * n) return false;
+  if (CountOf(x) != rows * k || CountOf(w) != k * n || CountOf(y) != rows * n) return kDoNotFit;
   arrays = {x.untyped_data(), w.untyped_data(), y.untyped_data(), nullptr};
-  if (residual.size() == 0) return true;
-  const auto added = *residual.get<ffi::AnyBuffer>(0);
-  arrays.residual = added.untyped_data();
-  return added.element_type() == y.element_type() && CountOf(added) == CountOf(y);
+  if (rest.size() > scales) {
+    const auto added = *rest.get<ffi::AnyBuffer>(scales);
+    arrays.residual = added.untyped_data();
+    if (added.element_type() != y.element_type() || CountOf(added) != CountOf(y)) return kDoNotFit;
+  }
+  return ReadScales(a.scales, rest, /*first=*/0, rows, n, CeilDiv<int64_t>(k, kScaleBlock),
+                    p.scatter.dtype, &arrays);
 }
 
 struct CallOnCpu : TiledCall<kMatmulAllReduceId, MatmulAllReduceCpu> {
-  std::string Read(const ProductAttributes& a, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                   ffi::RemainingArgs residual, ffi::Result<ffi::AnyBuffer> y) {
+  std::string Read(const ScaledAttributes& a, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y) {
     if (!IsCpuPlan(a.choice, a.senders)) return kMalformed;
-    return ReadOperands(a, this, x, w, residual, *y) ? "" : kDoNotFit;
+    if (a.scales != 0) return kDoNotFit;
+    const std::string why = ReadOperands(a, this, x, w, rest, *y);
+    return why.empty() && !AreForCpu(p.scatter) ? kDoNotFit : why;
   }
   int64_t WorkspaceBytes() const { return MatmulAllReduceCpuWorkspace(p).TotalBytes(); }
   bool Run(const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) const {
@@ -59,10 +73,12 @@ struct CallOnCpu : TiledCall<kMatmulAllReduceId, MatmulAllReduceCpu> {
 };
 
 struct CallOnCuda : PlannedCall<kMatmulAllReduceId, LaunchMatmulAllReduce> {
-  std::string Read(const ProductAttributes& a, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                   ffi::RemainingArgs residual, ffi::Result<ffi::AnyBuffer> y) {
-    if (!ReadOperands(a, this, x, w, residual, *y)) return kDoNotFit;
-    return ReadPlan(a) && WhyNoKernel(p).empty() && plan.choice == Possible(p, plan.choice)
+  std::string Read(const ScaledAttributes& a, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y) {
+    const std::string why = ReadOperands(a, this, x, w, rest, *y);
+    if (!why.empty()) return why;
+    return ReadPlan(a) && WhyNoKernel(p).empty() &&
+                   plan.choice == Possible(p, plan.choice, arrays.scales)
                ? ""
                : kNoKernel;
   }

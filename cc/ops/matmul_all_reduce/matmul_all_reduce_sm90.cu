@@ -20,7 +20,7 @@ struct FewRowsInstances {
   static constexpr bool kMayLendStage = false;
   template <typename Config>
   static const void* Kernel() {
-    if constexpr (kCanShareK<Config>) {
+    if constexpr (CanShareK(Config::kTileN, Config::kClusterM)) {
       return reinterpret_cast<const void*>(&FewRowsKernel<Config>);
     } else {
       return nullptr;
@@ -45,14 +45,17 @@ bool LaunchFew(const MatmulAllReduceParams& params, const MatmulAllReduceArrays&
   args.signature = SignatureOf(params.Signature(), site, choice);
   args.op = static_cast<uint32_t>(kMatmulAllReduceId);
   args.residual = arrays.residual;
+  args.x_scale = arrays.x_scale;
+  args.w_scale = arrays.w_scale;
   return EncodeTensorMap(&args.x, p.dtype, arrays.x, {args.rows, p.k}, {p.k},
                          {BoxRows(args.rows), BlockElements(p.dtype)}, error) &&
          EncodeRhsMap(&args.w, p.dtype, arrays.w, p.k, p.n, p.transpose_rhs, /*halves=*/false,
                       choice, error) &&
-         EncodeTensorMap(&args.y, p.dtype, arrays.y, {args.rows, p.n}, {p.n},
+         EncodeTensorMap(&args.y, p.out_dtype, arrays.y, {args.rows, p.n}, {p.n},
                          {64, StoreColumns(choice)}, error) &&
          LaunchGemmInstance<FewRowsInstances>(p.dtype, p.transpose_rhs, choice, &args,
-                                              args.num_tiles, device.sm_count, stream, error);
+                                              args.num_tiles, device.sm_count, stream, error,
+                                              arrays.scales);
 }
 
 }  // namespace
@@ -77,6 +80,8 @@ bool LaunchMatmulAllReduce(const MatmulAllReduceParams& params, const MatmulAllR
   if (arrays.residual != nullptr) {
     scattered.residual = static_cast<const char*>(arrays.residual) + own;
   }
+  scattered.x_scale = arrays.x_scale;
+  scattered.w_scale = arrays.w_scale;
   MatmulAllReduceArgs args{};
   if (!MakeScatterArgs(p, scattered, choice, device, view, &args, error)) return false;
   args.finished = CudaLayoutOf(params, choice);
@@ -87,10 +92,10 @@ bool LaunchMatmulAllReduce(const MatmulAllReduceParams& params, const MatmulAllR
   args.tiles_n = static_cast<int32_t>(CeilDiv<int64_t>(p.n, choice.tile_n));
   args.rank_row_blocks = static_cast<int32_t>(p.rows.PerRank() / kGemmTileM);
   args.group_m = choice.group_m == 0 ? args.rank_row_blocks : choice.group_m * choice.cluster_m;
-  return EncodeTensorMap(&args.all, p.dtype, arrays.y, {p.rows.Total(), p.n}, {p.n},
+  return EncodeTensorMap(&args.all, p.out_dtype, arrays.y, {p.rows.Total(), p.n}, {p.n},
                          {64, StoreColumns(choice)}, error) &&
          LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,
-                                       device.sm_count, stream, error);
+                                       device.sm_count, stream, error, arrays.scales);
 }
 
 }  // namespace jflux

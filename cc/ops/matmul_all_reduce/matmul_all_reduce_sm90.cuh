@@ -193,7 +193,8 @@ JFLUX_GEMM_KERNEL(MatmulAllReduce);
 // tiles to the peer and adds the peer's.
 //
 // A CTA computes one tile. With few tiles, a cluster of two CTAs splits the k of a tile instead,
-// and each finishes half of the columns, a slice. So enough SMs read w.
+// and each finishes half of the columns, a slice. So enough SMs read w. With scales of blocks no
+// CTAs share k, and consumers share each tile.
 //
 // A consumer's slice is staged in fragment order and copied to the peer's workspace; the store warp
 // signals when it has arrived. The consumer rounds its accumulators as the copy was rounded, adds
@@ -209,6 +210,8 @@ struct FewRowsArgs {
   WorkspaceLayout workspace;
   FewRowsLayout layout;
   const void* residual;  // or null
+  const float* x_scale;  // as in MatmulReduceScatterArgs
+  const float* w_scale;
   CUtensorMap x;
   CUtensorMap w;
   CUtensorMap y;
@@ -218,7 +221,7 @@ template <typename Config_>
 struct FewRowsSm90 {
   using Config = Config_;
   using Args = FewRowsArgs;
-  using T = typename Config::T;
+  using T = typename Config::Result;
   using F = Fragments<Config>;
 
   struct Schedule : OrderedTiles<Counted> {
@@ -267,6 +270,15 @@ struct FewRowsSm90 {
                                  args.layout.M64Offset(SliceOf<Config>(tile), m64));
   }
 
+  // With kBlockScales.
+  static __device__ BlockScales ScalesOf(const Args& args, int32_t, int m64, Tile tile) {
+    const int64_t k_blocks = CeilDiv<int64_t>(args.k, Config::kTileK);
+    BlockScales scales;
+    scales.rows.Set(args.x_scale, Rows{1, 1, args.rows}, m64 * 64, k_blocks);
+    scales.SetColumns(args.w_scale, FirstColumn<Config>(tile), args.n, Config::kTileN, k_blocks);
+    return scales;
+  }
+
   struct Epilogue : EveryM64 {
     static __device__ bool HasRows(const Args& args, int32_t, int m64) {
       return m64 * 64 < args.rows;
@@ -275,31 +287,44 @@ struct FewRowsSm90 {
     static __device__ void Finish(const Args& args, const CallContext& call,
                                   StagingWriter<Config>& staging, Slices<Config>& acc, int32_t,
                                   Tile tile, AwaitPartials&& await_partials) {
+      if constexpr (Config::kScaled) {
+        if (args.w_scale != nullptr) {
+          ScaleM64s<Config::kSliceN>(acc, args.x_scale, args.w_scale, FirstColumn<Config>(tile),
+                                     args.n, [&](int i, int r) {
+                                       const int64_t row = i * 64 + r;
+                                       return row < args.rows ? row : -1;
+                                     });
+        }
+      }
 #pragma unroll
-      for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+      for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
+        int m64 = i;
+        if constexpr (Config::kCooperative) m64 = staging.M64At(i);
         if (!HasRows(args, 0, m64)) continue;
-        F::template Stage<false>(acc[m64], 0, ContiguousStaging<Config>(staging.Acquire()));
+        F::template Stage<false>(acc[i], 0, ContiguousStaging<Config>(staging.Acquire()));
         staging.Publish();
 #pragma unroll
-        for (int i = 0; i < Config::kSliceAccumulators; i += 2) {
-          const float2 sent = Unpack<T>(Pack<T>(acc[m64][i], acc[m64][i + 1]));
-          acc[m64][i] = sent.x;
-          acc[m64][i + 1] = sent.y;
+        for (int j = 0; j < Config::kSliceAccumulators; j += 2) {
+          const float2 sent = Unpack<T>(Pack<T>(acc[i][j], acc[i][j + 1]));
+          acc[i][j] = sent.x;
+          acc[i][j + 1] = sent.y;
         }
       }
       await_partials();
 #pragma unroll
-      for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+      for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
+        int m64 = i;
+        if constexpr (Config::kCooperative) m64 = staging.M64At(i);
         if (!HasRows(args, 0, m64)) continue;
-        F::template Add<false>(acc[m64], M64SlotOf(args, call, args.view.rank, tile, m64));
+        F::template Add<false>(acc[i], M64SlotOf(args, call, args.view.rank, tile, m64));
         if (args.residual != nullptr) {
-          AddRows<T, Config::kSliceN>(acc[m64], args.residual, FirstColumn<Config>(tile), args.n,
+          AddRows<T, Config::kSliceN>(acc[i], args.residual, FirstColumn<Config>(tile), args.n,
                                       [&](int r) {
                                         const int64_t row = m64 * 64 + r;
                                         return row < args.rows ? row * args.n : -1;
                                       });
         }
-        StageM64<T, Config::kSliceN>(acc[m64], staging.Acquire());
+        StageM64<T, Config::kSliceN>(acc[i], staging.Acquire());
         staging.Publish();
       }
     }

@@ -19,6 +19,7 @@
 #define JFLUX_OPS_MATMUL_ALL_TO_ALL_MATMUL_ALL_TO_ALL_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "core/format.h"
@@ -41,12 +42,15 @@ struct MatmulAllToAllParams {
   Rows rows;
   int64_t k;           // columns of x
   int64_t n;           // columns of a shard
-  DType dtype;         // of x and w
+  DType dtype;         // of x
   DType out_dtype;     // of y, and of the tiles in the workspace
   bool transpose_rhs;  // w is stored [columns, k]
   bool split_rows;     // shards are rows of the product; else columns
   bool concat_rows;    // y's shards are concatenated along rows; else along columns
+  // Of w, if it is not x's.
+  std::optional<DType> w_dtype = {};
 
+  DType DTypeOfW() const { return w_dtype.value_or(dtype); }
   JFLUX_HD int64_t RowsOfX() const { return split_rows ? rows.Total() : rows.PerRank(); }
   JFLUX_HD int64_t ColumnsOfW() const { return split_rows ? n : rows.world * n; }
   // The row of x from which row r of the shard for `dst` is computed.
@@ -108,6 +112,10 @@ struct MatmulAllToAllArrays {
   const void* x;  // [RowsOfX(), k]
   const void* w;  // [k, ColumnsOfW()], or [ColumnsOfW(), k] if transpose_rhs
   void* y;        // [world * rows.PerRank(), n], or [rows.PerRank(), world * n]
+  // Of operands of 8 bits, on GPUs: the scales of x's rows and of w's columns.
+  Scales scales = Scales::kNone;
+  const float* x_scale = nullptr;
+  const float* w_scale = nullptr;
 };
 
 struct ShardTiling {
@@ -120,9 +128,14 @@ bool MatmulAllToAllCpu(const MatmulAllToAllParams& params, const ShardTiling& ti
                        const MatmulAllToAllArrays& arrays, const SymmetricView& view,
                        uint64_t epoch, const WaitContext& ctx);
 
-inline constexpr OpFormats kMatmulAllToAllFormats{kHalves};
-inline std::string WhyNoKernel(const MatmulAllToAllParams& p, FormatSet machine = kWgmmaFormats) {
-  return WhyNotShards(kMatmulAllToAllFormats, machine, p);
+inline constexpr OpFormats kMatmulAllToAllFormats{kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2),
+                                                  SetOf(DType::kBF16)};
+inline std::string WhyNoKernel(const MatmulAllToAllParams& p, FormatSet machine = kWgmmaFormats,
+                               Scales scales = Scales::kNone) {
+  if (scales == Scales::kOfBlocks && !p.split_rows && p.n % kScaleBlock != 0) {
+    return "shards of columns must be whole blocks of scales";
+  }
+  return WhyNotShards(kMatmulAllToAllFormats, machine, p, p.DTypeOfW());
 }
 
 inline AllToAllLayout CudaLayoutOf(const MatmulAllToAllParams& p, const GemmChoice& c) {

@@ -12,6 +12,9 @@ bool PlanMatmulAllToAll(CallReader& reader, const Machine& machine, Fields* plan
                          call.transpose_rhs, false,  false};
   p.split_rows = reader.GetOr("split_rows", 0, 0, 1) == 1;
   p.concat_rows = reader.GetOr("concat_rows", 0, 0, 1) == 1;
+  const bool block_scales = reader.GetOr("block_scales", 0, 0, 1) == 1;
+  const Scales scales = block_scales ? Scales::kOfBlocks : Scales::kNone;
+  p.w_dtype = reader.Has("w_dtype") ? reader.GetFormat("w_dtype") : call.dtype;
   if (!reader.Check(why_not)) return false;
   if (machine.IsCpu()) {
     const ShardTiling tiling;
@@ -19,38 +22,47 @@ bool PlanMatmulAllToAll(CallReader& reader, const Machine& machine, Fields* plan
     *plan = CpuPlan(layout.Workspace().TotalBytes());
     return true;
   }
-  if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine)), why_not)) return false;
+  if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine), scales), why_not)) return false;
   const GemmChoice wanted = call.given.value_or(
       ChooseAllToAll(p.rows.world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs));
-  const GemmChoice choice = FitSplits(wanted, p.rows.Total(), p.k * SizeOf(p.dtype), /*most=*/1);
+  const GemmChoice choice =
+      ForScales(FitSplits(wanted, p.rows.Total(), p.k * SizeOf(p.dtype), /*most=*/1), scales);
   *plan = ProductPlan{choice, AllToAllSenders(p, choice, machine),
                       CudaLayoutOf(p, choice).Workspace().TotalBytes()}
               .AsFields();
   return true;
 }
 
-// x [..., k] of this rank, w and the result y.
+// x [..., k] of this rank, w, perhaps the scales of x's rows and w's columns, and the result y. Why
+// they do not fit, or "".
 template <typename Call>
-bool ReadOperands(const ShardAttributes& a, Call* call, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                  ffi::AnyBuffer y) {
+std::string ReadOperands(const ShardAttributes& a, Call* call, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                         ffi::RemainingArgs scales, ffi::AnyBuffer y) {
   MatmulAllToAllParams& p = call->p;
   MatmulAllToAllArrays& arrays = call->arrays;
-  const auto product = ProductOf<MatmulAllToAllParams>(a, x, w, y);
-  if (!product) return false;
+  DType w_dtype{};
+  const auto product = ProductOf<MatmulAllToAllParams>(a, x, w, y, &w_dtype);
+  if (!product || scales.size() != (a.scales != 0 ? 2 : 0)) return kDoNotFit;
   p = *product;
+  p.w_dtype = w_dtype;
   if (!a.split_rows) p.n /= p.rows.world;
   p.split_rows = a.split_rows;
   p.concat_rows = a.concat_rows;
   arrays = {x.untyped_data(), w.untyped_data(), y.untyped_data()};
-  return p.n != 0 && CountOf(x) == p.RowsOfX() * p.k && CountOf(w) == p.k * p.ColumnsOfW() &&
-         CountOf(y) == p.rows.Total() * p.n;
+  if (p.n == 0 || CountOf(x) != p.RowsOfX() * p.k || CountOf(w) != p.k * p.ColumnsOfW() ||
+      CountOf(y) != p.rows.Total() * p.n) {
+    return kDoNotFit;
+  }
+  return ReadScales(a.scales, scales, /*first=*/0, p.RowsOfX(), p.ColumnsOfW(),
+                    CeilDiv<int64_t>(p.k, kScaleBlock), p.dtype, &arrays);
 }
 
 struct CallOnCpu : TiledCall<kMatmulAllToAllId, MatmulAllToAllCpu> {
   std::string Read(const ShardAttributes& a, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                   ffi::Result<ffi::AnyBuffer> y) {
+                   ffi::RemainingArgs scales, ffi::Result<ffi::AnyBuffer> y) {
     if (!IsCpuPlan(a.choice, a.senders)) return kMalformed;
-    return ReadOperands(a, this, x, w, *y) ? "" : kDoNotFit;
+    const std::string why = ReadOperands(a, this, x, w, scales, *y);
+    return why.empty() && (a.scales != 0 || !AreForCpu(p)) ? kDoNotFit : why;
   }
   int64_t WorkspaceBytes() const {
     return AllToAllLayout::Make(p, tiling.tile_m, tiling.tile_n).Workspace().TotalBytes();
@@ -59,9 +71,13 @@ struct CallOnCpu : TiledCall<kMatmulAllToAllId, MatmulAllToAllCpu> {
 
 struct CallOnCuda : PlannedCall<kMatmulAllToAllId, LaunchMatmulAllToAll> {
   std::string Read(const ShardAttributes& a, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                   ffi::Result<ffi::AnyBuffer> y) {
-    if (!ReadOperands(a, this, x, w, *y)) return kDoNotFit;
-    return ReadPlan(a) && WhyNoKernel(p).empty() && plan.choice.splits == 1 ? "" : kNoKernel;
+                   ffi::RemainingArgs scales, ffi::Result<ffi::AnyBuffer> y) {
+    const std::string why = ReadOperands(a, this, x, w, scales, *y);
+    if (!why.empty()) return why;
+    return ReadPlan(a) && WhyNoKernel(p, kWgmmaFormats, arrays.scales).empty() &&
+                   plan.choice.splits == 1 && ForScales(plan.choice, arrays.scales) == plan.choice
+               ? ""
+               : kNoKernel;
   }
   int64_t WorkspaceBytes() const { return CudaLayoutOf(p, plan.choice).Workspace().TotalBytes(); }
 };

@@ -36,6 +36,8 @@ bool LaunchMatmulAllToAll(const MatmulAllToAllParams& p, const MatmulAllToAllArr
   args.senders = plan.senders;
   args.split_rows = p.split_rows;
   args.concat_rows = p.concat_rows;
+  args.x_scale = arrays.x_scale;
+  args.w_scale = arrays.w_scale;
   const int box_rows = BoxRows(r.PerRank());
   args.a_bytes = box_rows * kBlockBytes;
   // x's actual row = (o * world + rank) * inner + i; unless both are to be told apart, all rows are
@@ -53,13 +55,14 @@ bool LaunchMatmulAllToAll(const MatmulAllToAllParams& p, const MatmulAllToAllArr
   const int columns = StoreColumns(choice);
   const bool encoded =
       p.concat_rows
-          ? EncodeTensorMap(&args.y, p.dtype, arrays.y, {r.outer, r.world, r.inner, p.n},
+          ? EncodeTensorMap(&args.y, p.out_dtype, arrays.y, {r.outer, r.world, r.inner, p.n},
                             {r.world * r.inner * p.n, r.inner * p.n, p.n}, {1, 1, 64, columns},
                             error)
-          : EncodeTensorMap(&args.y, p.dtype, arrays.y, {1, r.PerRank(), r.world, p.n},
+          : EncodeTensorMap(&args.y, p.out_dtype, arrays.y, {1, r.PerRank(), r.world, p.n},
                             {r.Total() * p.n, r.world * p.n, p.n}, {1, 64, 1, columns}, error);
-  return encoded && LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args,
-                                                  args.num_tiles, device.sm_count, stream, error);
+  return encoded &&
+         LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,
+                                       device.sm_count, stream, error, arrays.scales);
 }
 
 }  // namespace jflux

@@ -48,13 +48,17 @@ struct MatmulAllToAllArgs {
   int32_t num_tiles;
   int32_t senders;  // store warps that send at a time; 0: all (gpu/send_semaphore.cuh)
   bool split_rows, concat_rows;
+  // Of operands of 8 bits: of x's rows and w's columns; or with an entry for each k-block, and of
+  // blocks of columns (Scales).
+  const float* x_scale;
+  const float* w_scale;
 };
 
 template <typename Config_>
 struct MatmulAllToAllSm90 {
   using Config = Config_;
   using Args = MatmulAllToAllArgs;
-  using T = typename Config::T;
+  using T = typename Config::Result;
   using Box = Staged<Config::kTileN>;
   using BoxBuffers = jflux::BoxBuffers<Config>;
 
@@ -122,6 +126,34 @@ struct MatmulAllToAllSm90 {
     }
   };
 
+  // The rows of x, the first one of a tile and its first column of w.
+  struct Place {
+    Rows rows;
+    int64_t row, column;
+  };
+  static __device__ Place PlaceOf(const Args& args, const ShardTile& at) {
+    const int64_t row = static_cast<int64_t>(at.m) * Config::kTileM;
+    const int64_t column = static_cast<int64_t>(at.n) * Config::kTileN;
+    if (!args.split_rows) {
+      return Place{Rows{1, 1, args.rows.PerRank()}, row, at.owner * args.n + column};
+    }
+    return Place{args.rows, at.owner * args.rows.PerRank() + row, column};
+  }
+  static __device__ int64_t EndOfColumns(const Args& args, const ShardTile& at) {
+    return args.split_rows ? args.n : (at.owner + 1) * args.n;
+  }
+
+  // With kBlockScales. A shard of columns has whole blocks.
+  static __device__ BlockScales ScalesOf(const Args& args, int32_t row_block, int m64, Tile tile) {
+    const ShardTile at = ShardTileOf(args, row_block, tile.n);
+    const Place place = PlaceOf(args, at);
+    const int64_t k_blocks = CeilDiv<int64_t>(args.k, Config::kTileK);
+    BlockScales scales;
+    scales.rows.Set(args.x_scale, place.rows, place.row + m64 * 64, k_blocks);
+    scales.SetColumns(args.w_scale, place.column, EndOfColumns(args, at), Config::kTileN, k_blocks);
+    return scales;
+  }
+
   // The part of a tile inside the shard: its rows, m64 blocks and boxes of columns, and the bytes
   // of a box.
   static __device__ int32_t RowsLeft(const Args& args, int32_t m) {
@@ -168,6 +200,17 @@ struct MatmulAllToAllSm90 {
                                   StagingWriter<Config>& staging, Accumulators<Config>& acc,
                                   int32_t row_block, Tile tile, AwaitPartials&&) {
       const int32_t m = ShardTileOf(args, row_block, tile.n).m;
+      if constexpr (Config::kScaled) {
+        if (args.w_scale != nullptr) {
+          const ShardTile at = ShardTileOf(args, row_block, tile.n);
+          const Place place = PlaceOf(args, at);
+          ScaleM64s<Config::kTileN>(acc, args.x_scale, args.w_scale, place.column,
+                                    EndOfColumns(args, at), [&](int i, int r) {
+                                      const int64_t row = place.row + staging.M64At(i) * 64 + r;
+                                      return row < place.rows.Total() ? place.rows.Actual(row) : -1;
+                                    });
+        }
+      }
 #pragma unroll
       for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
         if (!HasRows(args, m, staging.M64At(i))) continue;

@@ -33,13 +33,12 @@ bool PlanMatmulReduceScatter(CallReader& reader, const Machine& machine, Fields*
   return true;
 }
 
-struct Attributes : ProductAttributes {
+struct Attributes : ScaledAttributes {
   bool adds_bias = false, adds_residual = false;
-  int64_t scales = 0;  // number of a Scales
 
   void Read(AttributeReader& read) {
-    ProductAttributes::Read(read);
-    read("adds_bias", &adds_bias)("adds_residual", &adds_residual)("scales", &scales);
+    ScaledAttributes::Read(read);
+    read("adds_bias", &adds_bias)("adds_residual", &adds_residual);
   }
 };
 
@@ -65,9 +64,7 @@ struct CallOnCpu : TiledCall<kMatmulReduceScatterId, MatmulReduceScatterCpu> {
     if (args.size() != 2 || a.adds_bias || a.adds_residual || a.scales != 0) return kDoNotFit;
     const auto x = *args.get<ffi::AnyBuffer>(0), w = *args.get<ffi::AnyBuffer>(1);
     const auto params = ParamsOf(a, x, w, *y);
-    if (!params || !Has(kWideFormats, params->dtype) || params->DTypeOfW() != params->dtype) {
-      return kDoNotFit;
-    }
+    if (!params || !AreForCpu(*params)) return kDoNotFit;
     p = *params;
     arrays = {x.untyped_data(), w.untyped_data(), y->untyped_data()};
     return "";
@@ -88,8 +85,7 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
         args.size() != 2 * count + added) {
       return kDoNotFit;
     }
-    arrays.scales = static_cast<Scales>(a.scales);
-    const bool of_blocks = arrays.scales == Scales::kOfBlocks;
+    const bool of_blocks = static_cast<Scales>(a.scales) == Scales::kOfBlocks;
     arrays.terms = static_cast<int32_t>(count);
     arrays.y = y->untyped_data();
     int64_t k = 0;
@@ -104,12 +100,9 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
       k += p.k;
     }
     p.k = k;
-    const auto floats = [&](size_t i, int64_t size) {
-      return FloatsOf(*args.get<ffi::AnyBuffer>(i), size);
-    };
     size_t next = 2 * count;
     if (a.adds_bias) {
-      arrays.bias = floats(next++, p.n);
+      arrays.bias = FloatsOf(*args.get<ffi::AnyBuffer>(next++), p.n);
       if (arrays.bias == nullptr) return "the bias does not fit";
     }
     if (a.adds_residual) {
@@ -120,20 +113,13 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
       }
       arrays.residual = residual.untyped_data();
     }
-    if (arrays.scales == Scales::kOfVectors) return kNoKernel;
-    if (a.scales != 0) {
-      if (SizeOf(p.dtype) != 1) return kDoNotFit;
-      const int64_t k_blocks = of_blocks ? CeilDiv<int64_t>(p.k, kScaleBlock) : 1;
-      arrays.x_scale = floats(next, p.rows.Total() * k_blocks);
-      arrays.w_scale =
-          floats(next + 1, of_blocks ? CeilDiv<int64_t>(p.n, kScaleBlock) * k_blocks : p.n);
-      if (arrays.x_scale == nullptr || arrays.w_scale == nullptr) return "a scale does not fit";
-    }
+    const std::string why = ReadScales(a.scales, args, next, p.rows.Total(), p.n,
+                                       CeilDiv<int64_t>(p.k, kScaleBlock), p.dtype, &arrays);
+    if (!why.empty()) return why;
     if (!ReadPlan(a) || !WhyNoKernel(p).empty() ||
         !SharesK(plan.choice, p.rows.Total(), arrays.products[0].k * SizeOf(p.dtype),
                  kReduceSplits) ||
-        (of_blocks &&
-         !(HasBlockScales(p.dtype) && ForScales(plan.choice, arrays.scales) == plan.choice))) {
+        !(ForScales(plan.choice, arrays.scales) == plan.choice)) {
       return kNoKernel;
     }
     return "";

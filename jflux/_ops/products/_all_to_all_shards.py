@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from ..._call.plans import Plan
+from .._scaled import Scales
 from ..collectives import exchange
 from . import _product, _product_plan
 
@@ -96,35 +97,44 @@ def sizes_of(op: str, x: Any, params: AllToAllCall, *, k: int, n: int) -> _produ
     )
 
 
-def attributes(sizes: _product_plan.Sizes, plan: Plan) -> dict[str, Any]:
+def attributes(
+    sizes: _product_plan.Sizes, plan: Plan, scales: Scales = Scales.NONE
+) -> dict[str, Any]:
     """The FFI attributes of both ops."""
     shards = {"concat_rows": sizes.concat_rows, "split_rows": sizes.split_rows}
-    return {**shards, **_product_plan.attributes(sizes, plan)}
+    return {"scales": np.int64(scales), **shards, **_product_plan.attributes(sizes, plan)}
 
 
 def in_rank_order(
     bind: Callable[..., Sequence[Any]],
     sizes: _product_plan.Sizes,
     shapes: Sequence[tuple[int, ...]],
-) -> Callable[[Any, Any], list[Any]] | None:
-    """(x, w) -> the results, by a call with the ranks in front of leading rows, where a tile's rows
-    would straddle leading indices; None where they do not.
+    scales_of_results: bool = False,
+) -> Callable[..., list[Any]] | None:
+    """(x, w, scales) -> the results, by a call with the ranks in front of leading rows, where a
+    tile's rows would straddle leading indices; None where they do not.
 
     Args:
-      bind: (why, x, w, split=, concat=) -> the results of such a call.
+      bind: (why, x, w, scales, split=, concat=) -> the results of such a call.
       shapes: of the results.
+      scales_of_results: whether the scales of rows lie as the rows of the results, not of x.
     """
     outer, inner, world = sizes.outer, sizes.inner, sizes.world
     if outer == 1 or inner % _product_plan.TILE_ROWS == 0:
         return None
 
-    def rank_major(x: Any, w: Any) -> list[Any]:
-        if sizes.split_rows:
-            x = x.reshape(outer, world, inner, -1).swapaxes(0, 1)
+    def rank_major(x: Any, w: Any, *scales: Any) -> list[Any]:
+        def in_order(a: Any, has_ranks: bool) -> Any:
+            if has_ranks:
+                a = a.reshape(outer, world, inner, a.shape[-1]).swapaxes(0, 1)
+            return a.reshape(-1, a.shape[-1])
+
+        x = in_order(x, sizes.split_rows)
+        have_ranks = sizes.concat_rows if scales_of_results else sizes.split_rows
+        of_rows = [in_order(a, have_ranks) for a in scales[:1]]
         split, concat = int(not sizes.split_rows), int(not sizes.concat_rows)
-        results = bind(
-            _product.RANK_MAJOR, x.reshape(-1, x.shape[-1]), w, split=split, concat=concat
-        )
+        scales = (*of_rows, *scales[1:])
+        results = bind(_product.RANK_MAJOR, x, w, *scales, split=split, concat=concat)
         if sizes.concat_rows:
             results = [r.reshape(world, outer, inner, -1).swapaxes(0, 1) for r in results]
         return [r.reshape(shape) for r, shape in zip(results, shapes, strict=True)]

@@ -761,7 +761,7 @@ _forms = _product_plan.Product(
     _unsupported,
     _why_decomposed,
     why_lax=_why_lax,
-    why_no_kernel=_product.why_unchecked,
+    why_no_kernel=functools.partial(_product.why_unchecked, OP),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Required, Unpack, overload
 
 import jax
@@ -27,9 +27,10 @@ from ..._ranks.node_levels import Levels
 from .. import _epilogue, _lax, _recipe, _scaled, _two_level, _two_level_plan
 from .._collective import Collective, axis
 from .._recipe import AnyRecipe, Weight
-from .._scaled import Operand
+from .._scaled import Operand, Scaled, Scales
 from .._spec import Layout, OpSpec, all_ops
 from . import _all_to_all_shards, _by_recipe, _product, _product_plan
+from .matmul import of_kernels
 
 OP = "all_to_all_matmul"
 
@@ -45,8 +46,10 @@ MOST_PADDED = 1.125
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """A call, less its operands. `split` and `concat` are dimensions of x, not negative; `results`
-    are those of ("y", "exchanged") that are returned, in this order."""
+    """A call, less its operands: x, w, and with `scales` those of the exchanged x's rows and of w's
+    columns (`_scaled.of_rows`, `_scaled.of_columns`; `_are_twice`). `split` and `concat` are
+    dimensions of x, not negative; `results` are those of ("y", "exchanged") that are returned, in
+    this order."""
 
     axis_names: tuple[Any, ...]
     world: int
@@ -56,6 +59,7 @@ class Params:
     transpose_rhs: bool
     out_dtype: np.dtype
     precision: Any = None
+    scales: Scales = Scales.NONE
     prepared: str | None = None
 
     @property
@@ -188,7 +192,7 @@ def all_to_all_matmul(
             f"shape {x.shape}"
         )
     shape = Collective("all_to_all", split, concat).shape(x.shape, world)
-    exchanged = jax.ShapeDtypeStruct(shape, x.dtype)
+    exchanged: Any = jax.ShapeDtypeStruct(shape, x.dtype)
     layout = SPEC.layout(x.ndim, split_axis=split, concat_axis=concat, transpose_rhs=transpose_rhs)
     _product.check_contraction(OP, exchanged, w, layout, axis_name, transpose_rhs=transpose_rhs)
     out = _product.out_dtype(OP, (x, w), preferred_element_type, precision)
@@ -197,7 +201,16 @@ def all_to_all_matmul(
             x, w, recipe, return_exchanged, out, axis_name=axis_name, split_axis=split,
             concat_axis=concat, transpose_rhs=transpose_rhs, precision=precision,
         )  # fmt: skip
-    if _product.is_for_lax(OP, axis_name, x, w):
+    no_kernel, sent = None, None
+    operands: Any = (x, w)
+    if isinstance(x, Scaled):
+        operands = _scaled.constants(*operands)
+        sent = _scaled.sent_scale(operands[0], world, split, concat)
+        counts = Collective("all_to_all", split, concat).shape(sent.shape, world)
+        of_seen: Any = jax.ShapeDtypeStruct(counts, sent.dtype)
+        seen = Scaled(exchanged, of_seen)
+        no_kernel = _scaled.why_no_kernel(seen, operands[1], transpose_rhs=transpose_rhs)
+    if _product.is_for_lax(OP, axis_name, x, w, no_kernel=no_kernel):
         return reference(
             x, w, axis_name=axis_name, split_axis=split, concat_axis=concat,
             return_exchanged=return_exchanged, transpose_rhs=transpose_rhs,
@@ -213,12 +226,27 @@ def all_to_all_matmul(
         out_dtype=out,
         precision=precision,
     )
+    scale, arrays = None, [*operands]
+    if sent is not None:
+        weight = operands[1]
+        # A small collective: the kernel sends values alone.
+        scale = _all_to_all_shards.exchanged(sent, params)
+        seen = Scaled(exchanged, scale)
+        kind = _scaled.scales_of(seen, weight, transpose_rhs=transpose_rhs)
+        params = dataclasses.replace(params, scales=kind)
+        of_both = [_scaled.of_rows(seen, kind), _scaled.of_columns(weight, transpose_rhs, kind)]
+        if _are_twice(x, params):
+            of_both = [jnp.concatenate([s, s], -1) for s in of_both]
+        arrays = [operands[0].values, weight.values, *of_both]
     if 0 in x.shape or 0 in w.shape:
-        shapes = _result_shapes((x, w), params)
-        empty = [_product.zeros(*result, x, w, over=axis_name) for result in shapes]
-        return tuple(empty) if return_exchanged else empty[0]
-    results = _primitive.bind(x, w, params=params)
-    return tuple(results) if return_exchanged else results[0]
+        shapes = _result_shapes(arrays, params)
+        results = [_product.zeros(*result, *arrays[:2], over=axis_name) for result in shapes]
+    else:
+        results = _primitive.bind(*arrays, params=params)
+    if not return_exchanged:
+        return results[0]
+    y, moved = results
+    return y, moved if scale is None else Scaled(moved, scale)
 
 
 def reference(
@@ -383,17 +411,30 @@ def call(
 
 
 def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
-    x, w = arrays
+    x, w, *_ = arrays
     exchanged = params.collective.shape(x.shape, params.world)
     y = (*exchanged[:-1], _product.columns(w, params.transpose_rhs))
     known = {"y": (y, params.out_dtype), "exchanged": (exchanged, x.dtype)}
     return [known[name] for name in params.results]
 
 
-def _of_exchanged(exchanged: Any, w: Any, params: Params) -> list[Any]:
+def _are_twice(x: Any, params: Params) -> bool:
+    """Whether a call has the entries of k of its scales twice, one after the other: where columns
+    are put together, each rank's kernel begins with its own."""
+    return params.scales is Scales.OF_BLOCKS and params.concat == x.ndim - 1
+
+
+def _scales(arrays: Arrays, params: Params) -> list[Any]:
+    """Those of rows and of columns, with each entry once."""
+    x, _, *scales = arrays
+    twice = _are_twice(x, params)
+    return [s[..., : s.shape[-1] // 2] if twice else s for s in scales]
+
+
+def _of_exchanged(exchanged: Any, params: Params, product: Callable[[], Any]) -> list[Any]:
     results = {"exchanged": exchanged}
     if "y" in params.results:
-        results["y"] = _multiply(exchanged, w, params)
+        results["y"] = product()
     return [results[name] for name in params.results]
 
 
@@ -402,19 +443,35 @@ def _multiply(exchanged: Any, w: Any, params: Params) -> Any:
 
 
 def _reference(arrays: Arrays, params: Params) -> list[Any]:
-    x, w = arrays
-    return _of_exchanged(params.collective.lax(x, params.axis_names), w, params)
+    x, w, *_ = arrays
+    scales = _scales(arrays, params)
+    collective = functools.partial(params.collective.lax, axis_name=params.axis_names)
+    exchanged = _scaled.sent_values(x, collective)
+
+    def product() -> Any:
+        if not scales:
+            return _multiply(exchanged, w, params)
+        of_rows, of_columns = scales
+        wide = _scaled.product(
+            exchanged, w, of_rows, of_columns, params.precision, params.transpose_rhs
+        )
+        return wide.astype(params.out_dtype)
+
+    return _of_exchanged(exchanged, params, product)
 
 
 def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """An exchange, which has a plan of its own, and a product."""
-    x, w = arrays
-    return _of_exchanged(_all_to_all_shards.exchanged(x, params), w, params)
+    x, w, *_ = arrays
+    scales = _scales(arrays, params)
+    send = functools.partial(_all_to_all_shards.exchanged, params=params)
+    exchanged = _scaled.sent_values(x, send)
+    return _of_exchanged(exchanged, params, lambda: of_kernels(exchanged, w, scales, params))
 
 
 def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Step:
     """One step of a call over two levels: a transfer of x from one node, and its product."""
-    x, w = arrays
+    x, w, *_ = arrays
     shape = params.collective.shape(x.shape, params.world)
     rows = math.prod(shape[:-1])
     return _two_level_plan.Step(
@@ -428,6 +485,8 @@ def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Ste
 def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """Counterparts get what they have for each other's nodes; ranks of a node then exchange it
     inside, and multiply."""
+    if params.scales:
+        return _reference(arrays, params)
     x, w = arrays
     levels = _two_level_plan.levels_of(plan)
     inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local)
@@ -455,16 +514,22 @@ def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
 
 
 def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
-    return _product.why_no_kernel([(arrays[0], arrays[1])], params, platform)
+    pairs = [(arrays[0], arrays[1])]
+    return _product.why_no_kernel(pairs, params, platform, "matmul_reduce_scatter")
 
 
 def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
     """The sizes of the product of one shard of x, with rows as cc/core/rows.h numbers them."""
-    x, w = arrays
+    x, w, *_ = arrays
     split_rows, _ = _all_to_all_shards.by_rows(x, params)
     k = x.shape[-1] if split_rows else x.shape[-1] // params.world
-    return _all_to_all_shards.sizes_of(
+    sizes = _all_to_all_shards.sizes_of(
         OP, x, params, k=k, n=_product.columns(w, params.transpose_rhs)
+    )
+    return dataclasses.replace(
+        sizes,
+        w_dtype=None if w.dtype == x.dtype else w.dtype,
+        scales=params.scales,
     )
 
 
@@ -486,11 +551,18 @@ def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | N
 
 
 def _why_no_kernel(arrays: Arrays, params: Params, machine: Machine) -> str | None:
-    x, _ = arrays
+    x, w, *_ = arrays
     if "y" not in params.results:
         return "only the exchanged x is used"
-    if machine.on_gpus and params.out_dtype != x.dtype:
-        return f"the GPU kernel has results of x's type {x.dtype}, and y is {params.out_dtype}"
+    if machine.on_gpus:
+        out, world = params.out_dtype, params.world
+        if why := _product.kernel_takes(x, w, out, world, machine.platform, OP):
+            return why
+        if why := _product.why_unchecked(OP, arrays, params, machine):
+            return why
+        sizes = _sizes(arrays, params)
+        if sizes.scales.has_blocks and not sizes.concat_rows and sizes.k % _scaled.BLOCK != 0:
+            return f"a shard has {sizes.k} columns, which are no whole blocks of scales"
     return _all_to_all_shards.why_no_way(x, params)
 
 
@@ -516,22 +588,26 @@ def _pad_shards(a: Any, dimension: int, shards: int) -> Any:
 def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
     if not machine.on_gpus:
         return None
-    x, w = arrays
+    x, *_ = arrays
     sizes, world = _sizes(arrays, params), params.world
     k_shards = 1 if sizes.concat_rows else world  # of what is multiplied
 
     def bind(prepared: str, *operands: Any, **changes: Any) -> Any:
-        changed = dataclasses.replace(params, prepared=prepared, **changes)
-        return _primitive.bind(*operands, params=changed)
+        changed = dataclasses.replace(params, **changes)
+        return _primitive.bind(*operands, params=_product.also_prepared(changed, prepared))
 
+    if not params.transpose_rhs and _product_plan.is_k_major(x.dtype):
+        return lambda x, w, *scales: bind(_product.K_MAJOR, x, w.T, *scales, transpose_rhs=True)
     vector = _product_plan.vector(sizes.dtype)
     if sizes.k % vector != 0 or sizes.n % vector != 0:
 
-        def padded(x: Any, w: Any) -> list[Any]:
+        def padded(x: Any, w: Any, *scales: Any) -> list[Any]:
             wide = _pad_shards(x, x.ndim - 1, 1 if sizes.split_rows else world)
             n_axis = _product.columns_axis(params.transpose_rhs)
             w = _pad_shards(_pad_shards(w, 1 - n_axis, k_shards), n_axis, 1)
-            y, *exchanged = bind(_product.PADDED, wide, w)
+            if params.scales is Scales.OF_SUMS:
+                scales = (scales[0], _product.pad_last(scales[1], 1, x.dtype))
+            y, *exchanged = bind(_product.PADDED, wide, w, *scales)
             results = [y[..., : sizes.n]]
             for one in exchanged:
                 shards = one.reshape(*one.shape[:-1], k_shards, -1)[..., : sizes.k]
@@ -540,19 +616,24 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
 
         return padded
     shapes = [shape for shape, _ in _result_shapes(arrays, params)]
-    return _all_to_all_shards.in_rank_order(bind, sizes, shapes)
+    return _all_to_all_shards.in_rank_order(bind, sizes, shapes, scales_of_results=True)
 
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
-    return _all_to_all_shards.attributes(_sizes(arrays, params), plan)
+    return _all_to_all_shards.attributes(_sizes(arrays, params), plan, params.scales)
 
 
 def _flops(arrays: Arrays, params: Params) -> int:
-    x, w = arrays  # an exchange moves as many elements as x has
+    x, w, *_ = arrays  # an exchange moves as many elements as x has
     return _product.flops(x, w, params.transpose_rhs) if "y" in params.results else 0
 
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
+    if params.scales:
+        reference = functools.partial(_reference, params=params)
+        results = jax.vmap(lambda *a: reference(a), in_axes=tuple(dims))(*operands)
+        return results, [0] * len(results)
+
     def bind(x: Any, w: Any, shift: int = 0) -> Any:
         return primitive.bind(x, w, params=_all_to_all_shards.shifted(params, shift))
 

@@ -126,6 +126,23 @@ def _in_lax(
 # ---- Of operands with scales ---------------------------------------------------------------------
 
 
+def of_kernels(x: jax.Array, w: jax.Array, scales: Sequence[jax.Array], params: Any) -> jax.Array:
+    """The product that a call over ranks is made of, where no kernel takes all of it: of x and w,
+    and, if they have any, their scales as kernels take them.
+
+    Args:
+      params: has `out_dtype`, `precision` and `transpose_rhs`.
+    """
+    if not scales:
+        return _lax.matmul(x, w, params.out_dtype, params.precision, params.transpose_rhs)
+    of_rows, of_columns = scales
+    return matmul(
+        *_scaled.as_operands(x, w, of_rows, of_columns, params.transpose_rhs),
+        transpose_rhs=params.transpose_rhs, preferred_element_type=params.out_dtype,
+        precision=params.precision,
+    )  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
 class Params:
     """A call, less its operands: x [rows, k], each w, and what its epilogue takes."""

@@ -17,6 +17,7 @@ from jax.interpreters import ad
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
+from ... import _native
 from ..._call import forms, plans
 from ..._call.derivatives import none_if_zero, not_linear, total
 from ..._call.forms import Call, Form, Op, WhyNot
@@ -27,13 +28,15 @@ from ..._ranks.meshes import AxisName
 from .. import _lax, _norm, _recipe, _scaled, _two_level, _two_level_plan
 from .._collective import Collective
 from .._recipe import AnyRecipe, Weight
-from .._scaled import Operand
+from .._scaled import Operand, Scales
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import _sum_epilogue, all_reduce, exchange
 from . import _product, _product_plan
-from .matmul import matmul
+from .matmul import matmul, of_kernels
 
 OP = "matmul_all_reduce"
+#: The op that takes large sums that the kernel does not take.
+SCATTER = "matmul_reduce_scatter"
 
 #: The bytes of y above which the kernel sums finished tiles while it multiplies others.
 MOST_BYTES = 4 << 20
@@ -53,12 +56,15 @@ MOST_OF_HEAP = 0.51
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """A call, less its operands: x, w, the residual if there is one, and the norm's factors."""
+    """A call, less its operands: x, w, with `scales` those of x's rows and of w's columns
+    (`_scaled.of_rows`, `_scaled.of_columns`), the residual if there is one, and the norm's
+    factors."""
 
     sums: all_reduce.Params
     transpose_rhs: bool
     out_dtype: np.dtype
     precision: Any
+    scales: Scales = Scales.NONE
     prepared: str | None = None
 
     @property
@@ -181,7 +187,8 @@ def matmul_all_reduce(
             precision=precision, recipe=recipe,
         )  # fmt: skip
         return all_reduce.all_reduce(partial, axis_name=axis_name, residual=residual, norm=norm)
-    if _product.is_for_lax(OP, axis_name, x, w, residual):
+    no_kernel, scales, arrays = _scaled.for_kernel(x, w, transpose_rhs)
+    if _product.is_for_lax(OP, axis_name, x, w, residual, no_kernel=no_kernel):
         return reference(
             x, w, axis_name=axis_name, transpose_rhs=transpose_rhs, residual=residual, norm=norm,
             preferred_element_type=preferred_element_type, precision=precision,
@@ -193,10 +200,10 @@ def matmul_all_reduce(
         transpose_rhs=transpose_rhs,
         out_dtype=_product.out_dtype(OP, (x, w), preferred_element_type, precision),
         precision=precision,
+        scales=scales,
     )
-    _product.warn_if_same(OP, axis_name, "x", x, w)
-    x, w, *added = _product.constant_if_whole(params.out_dtype, x, w, *added)
-    results = _over_rows(params, x, w, added)
+    _product.warn_if_same(OP, axis_name, "x", *arrays[:2])
+    results = _over_rows(params, _product.constant_if_whole(params.out_dtype, *arrays, *added))
     return results[0] if norm is None else tuple(results)
 
 
@@ -269,19 +276,20 @@ def _partial(params: Params, x: jax.Array, w: jax.Array) -> jax.Array:
     return _lax.matmul(x, w, params.out_dtype, params.precision, params.transpose_rhs)
 
 
-def _over_rows(params: Params, x: Any, w: Any, added: Sequence[Any]) -> list[jax.Array]:
+def _over_rows(params: Params, operands: Sequence[Any]) -> list[jax.Array]:
     """The primitive, of an x with any leading dimensions."""
+    x, w, scales, added = _split(operands, params)
     shape = (*x.shape[:-1], _product.columns(w, params.transpose_rhs))
     count, rows = int(params.sums.epilogue.residual), _product.total_rows(x)
+    x, *of_rows = (a.reshape(rows, a.shape[-1]) for a in (x, *scales[:1]))
     residual = [a.reshape(rows, shape[-1]) for a in added[:count]]
-    results = _primitive.bind(
-        x.reshape(rows, x.shape[-1]), w, *residual, *added[count:], params=params
-    )
+    results = _primitive.bind(x, w, *of_rows, *scales[1:], *residual, *added[count:], params=params)
     return [y.reshape(shape) for y in results]
 
 
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
-    (x, w, *added), (dx, dw, *dadded) = primals, [none_if_zero(t) for t in tangents]
+    x, w, _, added = _split(primals, params)
+    dx, dw, _, dadded = _split([none_if_zero(t) for t in tangents], params)
     y, *normalised = _primitive.bind(*primals, params=params)
     results = [checkpoint_name(y, _product.PRODUCT), *normalised]
     dpartial = total(
@@ -295,8 +303,10 @@ def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
     return results, _sum_epilogue.tangents(params.sums.epilogue, results[0], dy, added, dadded)
 
 
-def _transpose(cotangents: Any, x: Any, w: Any, *added: Any, params: Params) -> list[Any]:
+def _transpose(cotangents: Any, *operands: Any, params: Params) -> list[Any]:
+    x, w, scales, added = _split(operands, params)
     ct, dadded = _sum_epilogue.transpose(OP, params.sums.epilogue, cotangents, added)
+    dadded = [*(None for _ in scales), *dadded]
     wanted = [ad.is_undefined_primal(a) for a in (x, w)]
     if all(wanted):
         raise not_linear(OP, "it is linear in x and in w, not in both at once")
@@ -314,36 +324,53 @@ def _transpose(cotangents: Any, x: Any, w: Any, *added: Any, params: Params) -> 
     return [None, dw, *dadded]
 
 
-# ---- The primitive: x [rows, k], w, perhaps the residual [rows, n], and the norm's factors -------
+# ---- The primitive: x [rows, k], w, perhaps scales, and the residual [rows, n], and the norm's ---
+# ---- factors -------------------------------------------------------------------------------------
+
+
+def _split(operands: Sequence[Any], params: Params) -> tuple[Any, Any, list[Any], list[Any]]:
+    """(x, w, scales, what is added to their sum)."""
+    x, w, *rest = operands
+    count = 2 if params.scales else 0
+    return x, w, rest[:count], rest[count:]
 
 
 def _result(arrays: Arrays, params: Params) -> list[Any]:
-    x, w, *added = arrays
+    x, w, *_ = arrays
     y = ((x.shape[0], _product.columns(w, params.transpose_rhs)), params.out_dtype)
     return [y] * params.sums.epilogue.results
 
 
 def _reference(arrays: Arrays, params: Params) -> list[Any]:
-    x, w, *added = arrays
-    y = Collective("all_reduce").lax(_partial(params, x, w), params.axis_names)
+    x, w, scales, added = _split(arrays, params)
+    if scales:
+        of_rows, of_columns = scales
+        product = _scaled.product(x, w, of_rows, of_columns, params.precision, params.transpose_rhs)
+        partial = product.astype(params.out_dtype)
+    else:
+        partial = _partial(params, x, w)
+    y = Collective("all_reduce").lax(partial, params.axis_names)
     return _sum_epilogue.apply(params.sums.epilogue, y, added)
 
 
 def _product_and_sum(arrays: Arrays, params: Params, plan: Plan | None = None) -> list[Any]:
     """The product, and its sum over the ranks, which has a plan of its own."""
-    x, w, *added = arrays
-    return all_reduce.bind(params.sums, _partial(params, x, w), added)
+    x, w, scales, added = _split(arrays, params)
+    return all_reduce.bind(params.sums, of_kernels(x, w, scales, params), added)
 
 
 def _scattered_and_gathered(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """The sum scattered, with the residual's rows, and gathered again."""
-    x, w, *added = arrays
+    x, w, scales, added = _split(arrays, params)
+    if scales:
+        of_rows, of_columns = scales
+        x, w = _scaled.as_operands(x, w, of_rows, of_columns, params.transpose_rhs)
     names, rows = params.axis_names, x.shape[0] // params.world
     epilogue = params.sums.epilogue
     own = None
     if epilogue.residual:
         own = lax.dynamic_slice_in_dim(added[0], lax.axis_index(names) * rows, rows)
-    scatter = all_ops()["matmul_reduce_scatter"].function
+    scatter = all_ops()[SCATTER].function
     y = scatter(
         x, w, axis_name=names, residual=own, transpose_rhs=params.transpose_rhs,
         preferred_element_type=params.out_dtype, precision=params.precision,
@@ -355,6 +382,8 @@ def _scattered_and_gathered(arrays: Arrays, params: Params, plan: Plan) -> list[
 def _plan_two_level(call: Call, machine: Machine) -> Plan | WhyNot:
     (x, w, *_), params, levels = call.arrays, call.params, call.levels
     assert levels is not None
+    if params.scales:
+        return WhyNot(f"{levels}; with scales a product and an all_reduce take it")
     rows, columns = x.shape[0], _product.columns(w, params.transpose_rhs)
     nbytes = rows * columns * params.out_dtype.itemsize
     if nbytes <= MOST_BYTES:
@@ -385,7 +414,7 @@ def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     levels = _two_level_plan.levels_of(plan)
     epilogue, names, local = params.sums.epilogue, (levels.inside,), levels.local
     chunks, transfers = plan.config["chunks"], _two_level.Transfers(levels)
-    scatter = all_ops()["matmul_reduce_scatter"].call
+    scatter = all_ops()[SCATTER].call
     gathered = []
     for chunk in range(chunks):
         rows = _two_level.chunk_of(x, 0, local, chunk, chunks)
@@ -417,14 +446,14 @@ def _is_large(rows: int, columns: int, dtype: np.dtype) -> bool:
 def is_one_call(shape: tuple[int, ...], dtypes: Sequence[Any], world: int) -> bool:
     """Whether one call can multiply and sum a y of this shape. `dtypes` are those of x, w and y."""
     rows, columns = int(np.prod(shape[:-1])), shape[-1]
-    types = [np.dtype(d) for d in dtypes]
-    large = _is_large(rows, columns, types[-1])
-    fits = len(set(types)) == 1 and types[0] in _product.DTYPES["cuda"]
+    of_x, of_w, of_y = (np.dtype(d) for d in dtypes)
+    large = _is_large(rows, columns, of_y)
+    fits = _native.why_not_dtypes(OP, "cuda", of_x, of_y, w=of_w) is None
     return (large or fits and are_few_rows(rows, columns, world)) and rows % world == 0
 
 
 def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
-    x, w, *added = arrays
+    x, w, *_ = arrays
     return _product_plan.Sizes(
         op=OP,
         world=params.world,
@@ -434,7 +463,9 @@ def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
         n=_product.columns(w, params.transpose_rhs),
         dtype=x.dtype,
         out_dtype=params.out_dtype,
-        transpose_rhs=params.transpose_rhs,
+        transpose_rhs=params.transpose_rhs or _product_plan.is_k_major(x.dtype),  # `_canonical`
+        w_dtype=None if w.dtype == x.dtype else w.dtype,
+        scales=params.scales,
     )
 
 
@@ -442,16 +473,17 @@ def _why_two_ops(call: Call, machine: Machine) -> WhyNot | None:
     """Why a product and an all_reduce take the call, whatever the kernel takes; or None."""
     (x, w, *_), params = call.arrays, call.params
     rows, columns = x.shape[0], _product.columns(w, params.transpose_rhs)
-    if why := _product.kernel_takes(x, w, params.out_dtype, params.world, machine.platform):
+    out, world = params.out_dtype, params.world
+    if why := _product.kernel_takes(x, w, out, world, machine.platform, SCATTER):
         return WhyNot(why)  # the sum may still be a kernel's
-    if not is_one_call((rows, columns), (x.dtype, w.dtype, params.out_dtype), params.world):
-        size = rows * columns * params.out_dtype.itemsize
+    if not is_one_call((rows, columns), (x.dtype, w.dtype, out), world):
+        size = rows * columns * out.itemsize
         if size <= MOST_BYTES:
             return WhyNot(
                 f"y has {size} bytes; up to {MOST_BYTES} a product and an all_reduce are faster"
             )
         return WhyNot(
-            f"the {params.world} ranks do not divide {rows} rows; each sums as many in the kernel"
+            f"the {world} ranks do not divide {rows} rows; each sums as many in the kernel"
         )
     return _product_plan.why_slower(
         machine,
@@ -462,15 +494,16 @@ def _why_two_ops(call: Call, machine: Machine) -> WhyNot | None:
 
 
 def _plan_kernel(call: Call, machine: Machine) -> Plan | WhyNot:
-    """The kernel's plan of a call that is no two ops. The GPU kernel takes whole vectors of one
-    type, one tile of rows or whole ones for each rank."""
-    sizes = _sizes(call.arrays, call.params)
+    """The kernel's plan of a call that is no two ops. The GPU kernel takes whole vectors, one tile
+    of rows or whole ones for each rank."""
+    (x, w, *_), params = call.arrays, call.params
+    sizes = _sizes(call.arrays, params)
     rows, vector = sizes.rows, _product_plan.vector(sizes.dtype)
     if machine.on_gpus:
-        if sizes.out_dtype != sizes.dtype:
-            return WhyNot(
-                f"x is {sizes.dtype} and y {sizes.out_dtype}, the GPU kernel takes one type"
-            )
+        out, world = params.out_dtype, params.world
+        why = _product.kernel_takes(x, w, out, world, machine.platform, OP)
+        if why := why or _product.why_unchecked(OP, call.arrays, params, machine):
+            return WhyNot(why)
         if sizes.k % vector or sizes.n % vector:
             return WhyNot(
                 f"k={sizes.k} and n={sizes.n} must be multiples of {vector} for the GPU kernel"
@@ -502,26 +535,36 @@ def _takes_scattered(call: Call, machine: Machine) -> Plan | None:
     sizes = _sizes(call.arrays, call.params)
     if not _is_large(sizes.rows, sizes.n, sizes.out_dtype):
         return None
+    if _product.why_unchecked(SCATTER, call.arrays, call.params, machine):
+        return None
     if isinstance(_plan_kernel(call, machine), Plan):
         return None
     return dataclasses.replace(plans.decomposed(""), config={"scattered": 1})
 
 
 def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
-    x, w, *added = arrays
+    x, _, _, added = _split(arrays, params)
     epilogue = params.sums.epilogue
+    if machine.on_gpus and not params.transpose_rhs and _product_plan.is_k_major(x.dtype):
+
+        def transposed(x: Any, w: Any, *rest: Any) -> list[Any]:
+            turned = dataclasses.replace(params, transpose_rhs=True)
+            turned = _product.also_prepared(turned, _product.K_MAJOR)
+            return _primitive.bind(x, w.T, *rest, params=turned)
+
+        return transposed
     foreign = epilogue.residual and added[0].dtype != params.out_dtype
     if epilogue.norm is None and not foreign:
         return None
 
-    def after_the_kernel(x: Any, w: Any, *added: Any) -> list[Any]:
+    def after_the_kernel(*operands: Any) -> list[Any]:
+        x, w, scales, added = _split(operands, params)
         in_kernel = _sum_epilogue.SumEpilogue(residual=epilogue.residual and not foreign)
-        simple = dataclasses.replace(
-            params,
-            sums=dataclasses.replace(params.sums, epilogue=in_kernel),
-            prepared="XLA normalises the rows, or adds a residual of another type, after it",
+        simple = _product.also_prepared(
+            dataclasses.replace(params, sums=dataclasses.replace(params.sums, epilogue=in_kernel)),
+            "XLA normalises the rows, or adds a residual of another type, after it",
         )
-        (y,) = _primitive.bind(x, w, *added[: in_kernel.residual], params=simple)
+        (y,) = _primitive.bind(x, w, *scales, *added[: in_kernel.residual], params=simple)
         rest = dataclasses.replace(epilogue, residual=foreign)
         return _sum_epilogue.apply(rest, y, added if foreign else epilogue.factors(added))
 
@@ -529,8 +572,8 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
 
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
-    x, w, *added = arrays
-    return _product_plan.attributes(_sizes((x, w), params), plan)
+    scales = np.int64(params.scales)
+    return {"scales": scales, **_product_plan.attributes(_sizes(arrays, params), plan)}
 
 
 def _flops(arrays: Arrays, params: Params) -> int:
@@ -539,11 +582,17 @@ def _flops(arrays: Arrays, params: Params) -> int:
 
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
+    results = params.sums.epilogue.results
+
+    def together(*operands: Any) -> list[Any]:
+        return _product_and_sum(operands, params)
+
+    if params.scales:
+        return jax.vmap(together, in_axes=tuple(dims))(*operands), [0] * results
     bind = functools.partial(primitive.bind, params=params)
     x, w, *added = operands
     count = int(params.sums.epilogue.residual)
     rows_dims, factor_dims = (dims[0], *dims[2 : 2 + count]), dims[2 + count :]
-    results = params.sums.epilogue.results
     if dims[1] is not None or any(d is not None for d in factor_dims):
         # One sum of a whole batch is better than many, where tiles are not summed one by one.
         shapes = [
@@ -554,10 +603,6 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
         types = (x.dtype, w.dtype, params.out_dtype)
         if is_one_call((shapes[0][0], columns), types, params.world):
             return _product.batch_one_by_one(bind, operands, dims)
-
-        def together(*operands: Any) -> list[Any]:
-            return _product_and_sum(operands, params)
-
         return jax.vmap(together, in_axes=tuple(dims))(*operands), [0] * results
     # Rows of the batch are rows of one larger call.
     rows = [x, *added[:count]]
@@ -584,7 +629,7 @@ _op = Op(
     ),
     batch=_batch,
     flops=_flops,
-    varying=lambda params: 2,
+    varying=lambda params: 4 if params.scales else 2,
     same_over=lambda params: params.axis_names,
 )
 

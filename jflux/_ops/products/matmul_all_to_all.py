@@ -26,17 +26,19 @@ from ..._ranks.node_levels import Levels
 from .. import _lax, _recipe, _scaled, _two_level, _two_level_plan
 from .._collective import Collective, axis
 from .._recipe import AnyRecipe, Weight
-from .._scaled import Operand
+from .._scaled import Operand, Scales
 from .._spec import OpSpec, all_ops
 from . import _all_to_all_shards, _by_recipe, _product, _product_plan
+from .matmul import of_kernels
 
 OP = "matmul_all_to_all"
 
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """A call, less its operands. `split` and `concat` are dimensions of the product, not
-    negative."""
+    """A call, less its operands: x, w, and with `scales` those of x's rows and of w's columns
+    (`_scaled.of_rows`, `_scaled.of_columns`). `split` and `concat` are dimensions of the product,
+    not negative."""
 
     axis_names: tuple[Any, ...]
     world: int
@@ -45,6 +47,7 @@ class Params:
     transpose_rhs: bool
     out_dtype: np.dtype
     precision: Any = None
+    scales: Scales = Scales.NONE
     prepared: str | None = None
 
 
@@ -153,7 +156,8 @@ def matmul_all_to_all(
             OP, x, w, recipe=recipe, axis_name=axis_name, split_axis=split, concat_axis=concat,
             transpose_rhs=transpose_rhs, out=out, precision=precision,
         )  # fmt: skip
-    if _product.is_for_lax(OP, axis_name, x, w):
+    no_kernel, scales, arrays = _scaled.for_kernel(x, w, transpose_rhs)
+    if _product.is_for_lax(OP, axis_name, x, w, no_kernel=no_kernel):
         return reference(
             x, w, axis_name=axis_name, split_axis=split, concat_axis=concat,
             transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
@@ -167,11 +171,12 @@ def matmul_all_to_all(
         transpose_rhs=transpose_rhs,
         out_dtype=out,
         precision=precision,
+        scales=scales,
     )
     if 0 in x.shape or 0 in w.shape:
-        ((y_shape, _),) = _result_shapes((x, w), params)
-        return _product.zeros(y_shape, out, x, w, over=axis_name)
-    (y,) = _primitive.bind(x, w, params=params)
+        ((y_shape, _),) = _result_shapes(arrays, params)
+        return _product.zeros(y_shape, out, *arrays[:2], over=axis_name)
+    (y,) = _primitive.bind(*arrays, params=params)
     return y
 
 
@@ -304,32 +309,34 @@ def call(
     return y
 
 
-def _multiply(x: jax.Array, w: jax.Array, params: Params) -> jax.Array:
-    return _lax.matmul(x, w, params.out_dtype, params.precision, params.transpose_rhs)
-
-
 def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
-    x, w = arrays
+    x, w, *_ = arrays
     shape = (*x.shape[:-1], _product.columns(w, params.transpose_rhs))
     collective = Collective("all_to_all", params.split, params.concat)
     return [(collective.shape(shape, params.world), params.out_dtype)]
 
 
 def _reference(arrays: Arrays, params: Params) -> list[Any]:
-    x, w = arrays
+    x, w, *scales = arrays
+    if scales:
+        of_rows, of_columns = scales
+        product = _scaled.product(x, w, of_rows, of_columns, params.precision, params.transpose_rhs)
+        product = product.astype(params.out_dtype)
+    else:
+        product = _lax.matmul(x, w, params.out_dtype, params.precision, params.transpose_rhs)
     collective = Collective("all_to_all", params.split, params.concat)
-    return [collective.lax(_multiply(x, w, params), params.axis_names)]
+    return [collective.lax(product, params.axis_names)]
 
 
 def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """A product, and an exchange, which has a plan of its own."""
-    x, w = arrays
-    return [_all_to_all_shards.exchanged(_multiply(x, w, params), params)]
+    x, w, *scales = arrays
+    return [_all_to_all_shards.exchanged(of_kernels(x, w, scales, params), params)]
 
 
 def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Step:
     """One step of a call over two levels: the product for one node, and its transfer there."""
-    x, w = arrays
+    x, *_ = arrays
     ((shape, dtype),) = _result_shapes(arrays, params)
     rows = _product.total_rows(x)
     return _two_level_plan.Step(
@@ -343,6 +350,8 @@ def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Ste
 def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """A call over two levels. For each receiving node, the ranks of a node multiply and exchange so
     that each has the data for the rank with its place on that node. Then it sends them there."""
+    if params.scales:
+        return _reference(arrays, params)
     x, w = arrays
     levels = _two_level_plan.levels_of(plan)
     inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local)
@@ -365,17 +374,22 @@ def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
 
 
 def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
-    x, w = arrays
-    return _product.why_no_kernel([(x, w)], params, platform)
+    x, w, *_ = arrays
+    return _product.why_no_kernel([(x, w)], params, platform, "matmul_reduce_scatter")
 
 
 def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
     """The sizes of the product of one shard, with rows as cc/core/rows.h numbers them."""
-    x, w = arrays
+    x, w, *_ = arrays
     split_rows, _ = _all_to_all_shards.by_rows(x, params)
     n = _product.columns(w, params.transpose_rhs)
     n = n if split_rows else n // params.world
-    return _all_to_all_shards.sizes_of(OP, x, params, k=x.shape[-1], n=n)
+    sizes = _all_to_all_shards.sizes_of(OP, x, params, k=x.shape[-1], n=n)
+    return dataclasses.replace(
+        sizes,
+        w_dtype=None if w.dtype == x.dtype else w.dtype,
+        scales=params.scales,
+    )
 
 
 #: Rows of a rank's product below which XLA's product and an exchange are taken instead of the
@@ -408,11 +422,17 @@ def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | N
 
 
 def _why_no_kernel(arrays: Arrays, params: Params, machine: Machine) -> str | None:
-    x, n = arrays[0], _sizes(arrays, params).n
-    if machine.on_gpus and params.out_dtype != x.dtype:
-        return f"the GPU kernel sends tiles of x's type {x.dtype}, and y is {params.out_dtype}"
-    if machine.on_gpus and n % _product_plan.vector(x.dtype) != 0:
-        return f"a shard's rows have {n} columns, which are no whole 16-byte vectors"
+    (x, w, *_), sizes = arrays, _sizes(arrays, params)
+    if machine.on_gpus:
+        out, world = params.out_dtype, params.world
+        if why := _product.kernel_takes(x, w, out, world, machine.platform, OP):
+            return why
+        if why := _product.why_unchecked(OP, arrays, params, machine):
+            return why
+        if sizes.n % _product_plan.vector(x.dtype) != 0:
+            return f"a shard's rows have {sizes.n} columns, which are no whole 16-byte vectors"
+        if sizes.scales.has_blocks and not sizes.split_rows and sizes.n % _scaled.BLOCK != 0:
+            return f"a shard has {sizes.n} columns, which are no whole blocks of scales"
     return _all_to_all_shards.why_no_way(x, params)
 
 
@@ -426,30 +446,38 @@ _forms = _product_plan.Product(
 
 
 def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
-    x, w = arrays
+    x, w, *_ = arrays
     if not machine.on_gpus:
         return None
 
     def bind(prepared: str, *operands: Any, **changes: Any) -> Any:
-        changed = dataclasses.replace(params, prepared=prepared, **changes)
-        return _primitive.bind(*operands, params=changed)
+        changed = dataclasses.replace(params, **changes)
+        return _primitive.bind(*operands, params=_product.also_prepared(changed, prepared))
 
+    if not params.transpose_rhs and _product_plan.is_k_major(x.dtype):
+        return lambda x, w, *scales: bind(_product.K_MAJOR, x, w.T, *scales, transpose_rhs=True)
     if not _product_plan.in_vectors([x], [w]):
-        return lambda x, w: bind(_product.PADDED, *_product.pad_to_vectors([x], [w]))
-    ((shape, _),) = _result_shapes((x, w), params)
-    return _all_to_all_shards.in_rank_order(bind, _sizes((x, w), params), [shape])
+        return lambda x, w, *scales: bind(
+            _product.PADDED, *_product.pad_to_vectors([x], [w]), *scales
+        )
+    ((shape, _),) = _result_shapes(arrays, params)
+    return _all_to_all_shards.in_rank_order(bind, _sizes(arrays, params), [shape])
 
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
-    return _all_to_all_shards.attributes(_sizes(arrays, params), plan)
+    return _all_to_all_shards.attributes(_sizes(arrays, params), plan, params.scales)
 
 
 def _flops(arrays: Arrays, params: Params) -> int:
-    x, w = arrays
+    x, w, *_ = arrays
     return _product.flops(x, w, params.transpose_rhs)
 
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
+    if params.scales:
+        reference = functools.partial(_reference, params=params)
+        return jax.vmap(lambda *a: reference(a), in_axes=tuple(dims))(*operands), [0]
+
     def bind(x: Any, w: Any, shift: int = 0) -> Any:
         return primitive.bind(x, w, params=_all_to_all_shards.shifted(params, shift))
 

@@ -573,7 +573,7 @@ _forms = _product_plan.Product(
     _unsupported,
     _why_decomposed,
     on_gpus=_product_plan.in_rank_order,
-    why_no_kernel=_product.why_unchecked,
+    why_no_kernel=functools.partial(_product.why_unchecked, OP),
 )
 
 

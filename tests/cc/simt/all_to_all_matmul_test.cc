@@ -7,6 +7,7 @@
 
 #include "all_to_all_matmul_call.h"
 #include "simt/device_calls.h"
+#include "simt/scaled.h"
 #include "testing.h"
 
 namespace jflux {
@@ -17,21 +18,36 @@ struct Case {
   GemmChoice choice;
   int32_t senders;
   TestHooks hooks = {};
+  Scales scales = Scales::kNone;
+  bool rolls_scales = false;  // a fault: the kernel gets those of the neighbours
 };
 
 class DeviceCall : public AllToAllMatmulCall {
  public:
-  DeviceCall(const Case& c, uint32_t seed) : AllToAllMatmulCall(c.p, {}, seed), c_(c) {}
+  DeviceCall(const Case& c, uint32_t seed)
+      : DeviceCall(c, seed,
+                   {c.scales, c.p.RowsOfY(), c.p.KOfW(), c.p.n,
+                    /*twice=*/c.scales == Scales::kOfBlocks && !c.p.concat_rows}) {}
   WorkspaceLayout Workspace() const override { return CudaLayoutOf(p_).Workspace(); }
   bool Launch(const CudaDevice& device, const SymmetricView& view, std::string* error) {
     const ProductPlan plan{c_.choice, c_.senders, Workspace().TotalBytes()};
+    AllToAllMatmulArrays arrays = ArraysOf(view.rank);
+    scales_.Give(&arrays, c_.rolls_scales);
     return LoadAllToAllMatmulKernels(error) &&
-           LaunchAllToAllMatmul(p_, ArraysOf(view.rank), plan, /*site=*/0, device, view, nullptr,
-                                error);
+           LaunchAllToAllMatmul(p_, arrays, plan, /*site=*/0, device, view, nullptr, error);
   }
 
  private:
+  DeviceCall(const Case& c, uint32_t seed, const simt::TestScales& scales)
+      : AllToAllMatmulCall(c.p, {}, seed,
+                           [scales, c](const Values& x, const Values& w) {
+                             return scales.Product(x, w, c.p.transpose_rhs);
+                           }),
+        c_(c),
+        scales_(scales) {}
+
   const Case c_;
+  const simt::TestScales scales_;
 };
 
 int64_t Run(const Case& c, uint32_t seed) {
@@ -39,6 +55,8 @@ int64_t Run(const Case& c, uint32_t seed) {
 }
 
 constexpr DType kBF16 = DType::kBF16, kF16 = DType::kF16;
+constexpr DType kE4M3 = DType::kF8E4M3FN;
+constexpr Scales kOfSums = Scales::kOfSums, kOfBlocks = Scales::kOfBlocks;
 constexpr TestHooks kLate{0, /*max_delay_us=*/30};
 
 // ParamsOf(rows, k, n, types, way, transposed, gathered); way: bit 0 splits rows, bit 1 puts rows
@@ -53,11 +71,27 @@ const Case kCases[] = {
     {ParamsOf({7, 1, 10}, 72, 72, kF16, kF16, 3, true, false), {128, 1, 2}, 3},
     {ParamsOf({8, 1, 20}, 72, 72, kBF16, kBF16, 1, false, true), {128, 2, 1}, 2, kLate},
     {ParamsOf({8, 1, 20}, 72, 72, kBF16, kBF16, 2, false, false), {128, 1, 0}, 3},
+    // 8 bits.
+    {ParamsOf({2, 1, 60}, 144, 208, kE4M3, kBF16, 3, true, true), {192, 1, 1}, 2, kLate, kOfSums},
+    {ParamsOf({3, 1, 70}, 80, 144, kE4M3, kBF16, 2, true, false), {224, 2, 1}, 1, {}, kOfSums},
+    {ParamsOf({2, 1, 60}, 144, 208, kE4M3, kBF16, 3, true, false), {192, 1, 1}, 2, {}, kOfBlocks},
+    {ParamsOf({3, 1, 70}, 128, 144, kE4M3, kBF16, 1, true, true), {128, 2, 1}, 1, kLate, kOfBlocks},
+    {ParamsOf({2, 1, 100}, 256, 272, kE4M3, kBF16, 0, true, false), {192, 2, 1}, 2, {}, kOfBlocks},
+    {ParamsOf({2, 1, 70}, 80, 144, kE4M3, kBF16, 1, true, true), {128, 1, 2}, 2},
 };
 
 TEST(ExchangesAndMultiplies) {
   simt::SetSmCount(3);
   simt::ExpectNoneWrong(kCases, Run);
+}
+
+TEST(ScalesOfANeighbourAreFound) {
+  simt::SetSmCount(3);
+  for (Case c : kCases) {
+    if (c.scales == Scales::kNone) continue;
+    c.rolls_scales = true;
+    EXPECT(Run(c, 1) > 0);
+  }
 }
 
 TEST(MissingWaitsAreFound) {

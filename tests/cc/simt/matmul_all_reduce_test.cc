@@ -7,6 +7,7 @@
 
 #include "matmul_all_reduce_call.h"
 #include "simt/device_calls.h"
+#include "simt/scaled.h"
 #include "testing.h"
 
 namespace jflux {
@@ -22,20 +23,25 @@ struct Case {
   GemmChoice choice;
   int32_t senders = 0;  // 0: all
   TestHooks hooks = {};
+  Scales scales = Scales::kNone;
+  bool rolls_scales = false;  // a fault: the kernel gets those of the neighbours
+
+  // Operands of 8 bits give bfloat16.
+  DType DTypeOfW() const { return dtype == DType::kF8E5M2 ? DType::kF8E4M3FN : dtype; }
+  DType OutDType() const { return SizeOf(dtype) == 1 ? DType::kBF16 : dtype; }
 };
 
 class DeviceCall : public MatmulAllReduceCall {
  public:
   DeviceCall(const Case& c, uint32_t seed)
-      : MatmulAllReduceCall({{c.rows, c.k, c.n, c.dtype, c.dtype, c.transpose_rhs}}, {}, seed,
-                            c.residual),
-        c_(c) {}
+      : DeviceCall(c, seed, {c.scales, c.rows.Total(), c.k, c.n}) {}
   WorkspaceLayout Workspace() const override { return MatmulAllReduceWorkspace(p_, c_.choice); }
   bool Launch(const CudaDevice& device, const SymmetricView& view, std::string* error) {
     const ProductPlan plan{c_.choice, c_.senders, Workspace().TotalBytes()};
+    MatmulAllReduceArrays arrays = ArraysOf(view.rank);
+    scales_.Give(&arrays, c_.rolls_scales);
     return LoadMatmulAllReduceKernels(error) &&
-           LaunchMatmulAllReduce(p_, ArraysOf(view.rank), plan, /*site=*/0, device, view, nullptr,
-                                 error);
+           LaunchMatmulAllReduce(p_, arrays, plan, /*site=*/0, device, view, nullptr, error);
   }
   bool SameBits() const {
     for (const Array& y : y_) {
@@ -45,7 +51,18 @@ class DeviceCall : public MatmulAllReduceCall {
   }
 
  private:
+  DeviceCall(const Case& c, uint32_t seed, const simt::TestScales& scales)
+      : MatmulAllReduceCall(
+            {{c.rows, c.k, c.n, c.dtype, c.OutDType(), c.transpose_rhs, c.DTypeOfW()}}, {}, seed,
+            c.residual, /*bound=*/2,
+            [&](const Values& x, const Values& w) {
+              return scales.Product(x, w, c.transpose_rhs);
+            }),
+        c_(c),
+        scales_(scales) {}
+
   const Case c_;
+  const simt::TestScales scales_;
 };
 
 int64_t Run(const Case& c, uint32_t seed) {
@@ -58,6 +75,8 @@ int64_t Run(const Case& c, uint32_t seed) {
 }
 
 constexpr DType kBF16 = DType::kBF16, kF16 = DType::kF16;
+constexpr DType kE4M3 = DType::kF8E4M3FN, kE5M2 = DType::kF8E5M2;
+constexpr Scales kOfSums = Scales::kOfSums, kOfBlocks = Scales::kOfBlocks;
 constexpr TestHooks kLate{0, /*max_delay_us=*/100};
 
 const Case kCases[] = {
@@ -72,11 +91,30 @@ const Case kCases[] = {
     {{2, 1, 128}, 392, 264, kBF16, true, true, {128, 1, 1}, /*senders=*/1, kLate},
     {{5, 1, 128}, 72, 136, kBF16, false, false, {128, 1, 1}, /*senders=*/1, kLate},
     {{8, 1, 128}, 72, 72, kF16, true, false, {128, 2, 0}, 0, kLate},
+    // 8 bits: few rows, whole row blocks.
+    {{2, 1, 12}, 400, 272, kE4M3, true, true, {128, 1, 1, 2}, 0, kLate, kOfSums},
+    {{2, 1, 60}, 272, 272, kE5M2, true, false, {128, 1, 1}, 0, {}, kOfSums},
+    {{2, 1, 60}, 272, 400, kE4M3, true, true, {128, 1, 1}, 0, kLate, kOfBlocks},
+    {{2, 1, 20}, 400, 144, kE4M3, true, false, {128, 1, 1}, 0, {}, kOfBlocks},
+    {{2, 1, 128}, 144, 208, kE4M3, true, true, {192, 1, 1}, 0, {}, kOfSums},
+    {{2, 1, 256}, 144, 240, kE5M2, true, false, {224, 2, 1}, 0, kLate, kOfSums},
+    {{2, 1, 128}, 272, 272, kE4M3, true, true, {192, 1, 1}, /*senders=*/1, kLate, kOfBlocks},
+    {{3, 1, 128}, 144, 144, kE4M3, true, false, {128, 2, 0}, 0, {}, kOfBlocks},
+    {{3, 1, 128}, 80, 144, kE4M3, true, false, {128, 1, 1}},
 };
 
 TEST(MultipliesAndReduces) {
   simt::SetSmCount(kSms);
   simt::ExpectNoneWrong(kCases, Run);
+}
+
+TEST(ScalesOfANeighbourAreFound) {
+  simt::SetSmCount(kSms);
+  for (int i : {11, 15}) {
+    Case c = kCases[i];
+    c.rolls_scales = true;
+    EXPECT(Run(c, 1) > 0) << "case " << i;
+  }
 }
 
 TEST(MissingWaitsAreFound) {

@@ -2,12 +2,12 @@
 // after the other, late ranks, tiles that ranks share, few store warps that may send.
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
 
-#include <cmath>
 #include <memory>
 #include <vector>
 
 #include "matmul_reduce_scatter_call.h"
 #include "simt/device_calls.h"
+#include "simt/scaled.h"
 #include "testing.h"
 
 namespace jflux {
@@ -25,30 +25,31 @@ struct Case {
   int64_t second_k = 0;  // of a second product, which is summed too
   bool residual = false, bias = false;
   TestHooks hooks = {};
-  Scales scales = Scales::kNone;  // powers of two, which differ by row, column and block
+  Scales scales = Scales::kNone;
 
-  int64_t KBlocks() const {
-    return scales == Scales::kOfBlocks ? CeilDiv<int64_t>(k + second_k, kScaleBlock) : 1;
-  }
   DType DTypeOfW() const { return dtype == DType::kF8E5M2 ? DType::kF8E4M3FN : dtype; }
-  int64_t ColumnBlock() const { return scales == Scales::kOfBlocks ? kScaleBlock : 1; }
 };
 
 class DeviceCall : public MatmulReduceScatterCall {
  public:
   DeviceCall(const Case& c, uint32_t seed)
+      : DeviceCall(c, seed, {c.scales, c.rows.Total(), c.k + c.second_k, c.n}) {}
+  DeviceCall(const Case& c, uint32_t seed, const simt::TestScales& scales)
       : MatmulReduceScatterCall(
-            {c.rows, c.k, c.n, c.dtype, c.out_dtype, c.transpose_rhs, c.DTypeOfW()}, {}, seed),
-        c_(c) {
+            {c.rows, c.k, c.n, c.dtype, c.out_dtype, c.transpose_rhs, c.DTypeOfW()}, {}, seed,
+            [&](const Values& x, const Values& w) {
+              return scales.Product(x, w, c.transpose_rhs, c.k);
+            }),
+        c_(c),
+        scales_(scales) {
     const Rows& r = c.rows;
     for (int rank = 0; rank < r.world; ++rank) {
       const Values x = RandomIntegers(r.Total() * c.second_k, 2, seed * 100 + 20 + rank);
       const Values w = RandomIntegers(c.second_k * c.n, 1, seed * 100 + 70 + rank);
-      Add(Product(x, w, r.Total(), c.second_k, c.n, c.transpose_rhs));
+      Add(scales.Product(x, w, c.transpose_rhs, c.second_k, c.k / kScaleBlock));
       second_x_.emplace_back(c.dtype, x);
-      second_w_.emplace_back(c.dtype, w);
+      second_w_.emplace_back(c.DTypeOfW(), w);
     }
-    if (c.scales != Scales::kNone) Scale(seed);
     const Values bias = RandomIntegers(c.n, 9, seed * 100 + 90);
     if (c.bias) {
       for (size_t i = 0; i < sum_.size(); ++i) sum_[i] += bias[i % c.n];
@@ -72,11 +73,7 @@ class DeviceCall : public MatmulReduceScatterCall {
     operands.y = y_[rank].bytes.data();
     if (c_.bias) operands.bias = bias_.data();
     if (c_.residual) operands.residual = residual_[rank].bytes.data();
-    operands.scales = c_.scales;
-    if (c_.scales != Scales::kNone) {
-      operands.x_scale = x_scale_.data();
-      operands.w_scale = w_scale_.data();
-    }
+    scales_.Give(&operands);
     MatmulReduceScatterParams p = p_;
     p.k += c_.second_k;
     const ProductPlan plan{c_.choice, c_.senders, Workspace().TotalBytes()};
@@ -85,45 +82,14 @@ class DeviceCall : public MatmulReduceScatterCall {
   }
 
  private:
-  // Draws operands and scales anew, and sums their products.
-  void Scale(uint32_t seed) {
-    const int64_t rows = c_.rows.Total(), blocks = c_.KBlocks(), k = c_.k + c_.second_k;
-    const int64_t size = blocks == 1 ? k : kScaleBlock;
-    const auto columns = [&](const Values& a, int64_t first, int64_t last) {
-      Values part;
-      for (size_t row = 0; row < a.size() / k; ++row) {
-        part.insert(part.end(), a.begin() + row * k + first, a.begin() + row * k + last);
-      }
-      return part;
-    };
-    for (int64_t i = 0; i < rows * blocks; ++i) x_scale_.push_back(std::ldexp(1.0f, i % 5 - 2));
-    for (int64_t i = 0; i < CeilDiv<int64_t>(c_.n, c_.ColumnBlock()) * blocks; ++i) {
-      w_scale_.push_back(std::ldexp(1.0f, i % 3 - 1));
-    }
-    sum_.assign(sum_.size(), 0);
-    for (int rank = 0; rank < c_.rows.world; ++rank) {
-      const Values x = RandomIntegers(rows * k, 2, seed * 100 + rank);
-      const Values w = RandomIntegers(k * c_.n, 1, seed * 100 + 50 + rank);
-      x_[rank] = Array(c_.dtype, columns(x, 0, c_.k));
-      w_[rank] = Array(c_.DTypeOfW(), columns(w, 0, c_.k));
-      second_x_[rank] = Array(c_.dtype, columns(x, c_.k, k));
-      second_w_[rank] = Array(c_.DTypeOfW(), columns(w, c_.k, k));
-      for (int64_t i = 0; i < rows * c_.n; ++i) {
-        const int64_t row = i / c_.n, column = i % c_.n;
-        for (int64_t l = 0; l < k; ++l) {  // w is [n, k]
-          sum_[i] += x[row * k + l] * w[column * k + l] * x_scale_[row * blocks + l / size] *
-                     w_scale_[column / c_.ColumnBlock() * blocks + l / size];
-        }
-      }
-    }
-  }
   void Add(const Values& v) {
     for (size_t i = 0; i < sum_.size(); ++i) sum_[i] += v[i];
   }
 
   const Case c_;
+  const simt::TestScales scales_;
   std::vector<Array> second_x_, second_w_, residual_;
-  std::vector<float> bias_, x_scale_, w_scale_;
+  std::vector<float> bias_;
 };
 
 int64_t Run(const Case& c, uint32_t seed) {
