@@ -243,7 +243,8 @@ struct AllToAllMatmulSm90 {
   }
 
   // With kBlockScales. Where there are several terms, each has whole blocks.
-  static __device__ BlockScales ScalesOf(const Args& args, int32_t row_block, int m64, Tile tile) {
+  static __device__ BlockScales ScalesOf(const Args& args, const GemmSmem<Config>&,
+                                         int32_t row_block, int m64, Tile tile) {
     const ScaledRows of_y = ScaledRowsOf(args, PlaceOf(args, row_block));
     BlockScales scales;
     scales.rows.Set(args.x_scale, of_y.rows, of_y.first + m64 * 64, args.scale_entries);
