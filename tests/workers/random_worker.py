@@ -196,6 +196,7 @@ def draw(rng: random.Random) -> Chosen:
     kinds = [_product] * 6 + [_few_columns] * 3
     kinds += [_waves] * (2 if args.gpus or args.kind == "waves" else 0)  # CPUs compute no waves
     kinds += [_sum, _norm, _large_sum, _exchange, _one_exchange] + [_custom] * (LIBRARY is not None)
+    kinds += [_scaled] * (2 if not args.graphs else 0)  # a loop's factors would be rounded to 8 bits
     if args.kind != "any":
         kinds = [kind for kind in kinds if kind.__name__ == f"_{args.kind}"]
     return rng.choice(kinds)(rng, place)
@@ -256,6 +257,10 @@ def _norm(rng: random.Random, place: cases.Place) -> Chosen:
 def _large_sum(rng: random.Random, place: cases.Place) -> Chosen:
     case = products.large_sum(rng, place)
     return _chosen(rng, case, choice=draw_choice(rng, place.platform))
+
+
+def _scaled(rng: random.Random, place: cases.Place) -> Chosen:
+    return _chosen(rng, products.scaled(rng, place))
 
 
 def _exchange(rng: random.Random, place: cases.Place) -> Chosen:
