@@ -110,8 +110,9 @@ def check(seed: int) -> tuple[str, str, float]:
         terms = 3 * terms * more[0]
     if with_row_scale:
         goal, terms = (a * b[:, None] for a, b in ((goal, row_scale), (terms, np.abs(row_scale))))
-    # Tensor cores keep 13 bits or so of sums of 8-bit floats.
-    bound = (float(jnp.finfo(out).eps) / 2 + 2.0**-12) * terms + 1e-30
+    # Tensor cores keep 13 bits or so of the largest of 32 terms: of few terms up to 1.25 * 2**-12
+    # of their sum has been seen to be lost.
+    bound = (float(jnp.finfo(out).eps) / 2 + 2.0**-11) * terms + 1e-30
     error = (np.abs(y.astype(np.float64) - goal) / bound)[~spoilt]
     if not np.isfinite(error).all():
         raise AssertionError(f"not finite at {np.argwhere(~np.isfinite(error))[:4]}")

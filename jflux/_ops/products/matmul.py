@@ -312,7 +312,7 @@ _primitive = make_primitive(
                 OP,
                 why_not=_why_not,
                 attributes=_attributes,
-                checked_on_gpus=False,
+                checked_on_gpus=True,
                 on_cpus=False,
                 is_optional=True,
                 prepare=_prepare,
