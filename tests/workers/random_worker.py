@@ -196,7 +196,7 @@ def draw(rng: random.Random) -> Chosen:
     kinds = [_product] * 6 + [_few_columns] * 3
     kinds += [_waves] * (2 if args.gpus or args.kind == "waves" else 0)  # CPUs compute no waves
     kinds += [_sum, _norm, _large_sum, _exchange, _one_exchange] + [_custom] * (LIBRARY is not None)
-    kinds += [_scaled] * (2 if not args.graphs else 0)  # a loop's factors would be rounded to 8 bits
+    kinds += [_scaled] * (0 if args.graphs else 2)  # a loop would round its factors to 8 bits
     if args.kind != "any":
         kinds = [kind for kind in kinds if kind.__name__ == f"_{args.kind}"]
     return rng.choice(kinds)(rng, place)
