@@ -32,6 +32,7 @@ if __name__ == "__main__":  # pytest has its own devices
 import jax
 import jax.numpy as jnp
 
+import jflux
 from jflux import _config, _heap, _native
 from jflux._call import ffi_targets, gpu_code, plans, primitives
 from jflux._call.plans import Machine
@@ -87,18 +88,25 @@ def all_programs(count: int, seed: int = 0) -> Iterator[tuple[str, str]]:
     and of the gradients of a third of them, as far as they have any."""
     specs = programs.ops_with_checked_kernels("cpu")
     for i in range(count):
-        rng = random.Random(f"{seed}/{i}")
-        place = dataclasses.replace(programs._place(rng, [jax.devices()], "cpu"), platform="cuda")
-        case = programs.draw_case(rng, place, specs[i // 2 % len(specs)] if i % 2 else None)
-        operands, _ = case.make(i)
-        for always in (False, True):
-            with as_on_gpus(), _config.override(always=always, strict=False):
-                with calls.x64_if(*(a.dtype for a in operands)):
-                    for gradient in (False, True)[: 1 + (i % 3 == 0 and case.has_gradient)]:
-                        what = f"{i} {'gradient of ' if gradient else ''}{case.name}, {always=}"
-                        yield what, lowered(case, operands, gradient)
+        # What is drawn depends on it, too.
+        with jflux.config(unchecked_kernels=True):
+            found = list(_programs_of_call(i, seed, specs[i // 2 % len(specs)] if i % 2 else None))
+        yield from found
         if i % 50 == 49:
             jax.clear_caches()
+
+
+def _programs_of_call(i: int, seed: int, spec: Any) -> Iterator[tuple[str, str]]:
+    rng = random.Random(f"{seed}/{i}")
+    place = dataclasses.replace(programs._place(rng, [jax.devices()], "cpu"), platform="cuda")
+    case = programs.draw_case(rng, place, spec)
+    operands, _ = case.make(i)
+    for always in (False, True):
+        with as_on_gpus(), _config.override(always=always, strict=False):
+            with calls.x64_if(*(a.dtype for a in operands)):
+                for gradient in (False, True)[: 1 + (i % 3 == 0 and case.has_gradient)]:
+                    what = f"{i} {'gradient of ' if gradient else ''}{case.name}, {always=}"
+                    yield what, lowered(case, operands, gradient)
 
 
 def kernels_of(text: str) -> set[str]:
