@@ -45,7 +45,7 @@ from jflux._tools import trials
 from . import command, peers, rates
 from .moe import MEMORY
 from .products import OF_RANKS
-from .scaled_calls import FORMS, MATMUL, Data, contestants, linked
+from .scaled_calls import FORMS, MATMUL, Data, contestants
 from .shapes import AG, RS, Shape, of_row
 
 #: Those that PyTorch's fused ops take, and its product.
@@ -122,7 +122,7 @@ def measure(
         x, w, *in_specs, y_spec = data.of(one)
         try:
             program = trials.compiled(
-                trials.loop(one.f, iterations, linked), mesh, tuple(in_specs), y_spec, x, w,
+                trials.loop(one.f, iterations), mesh, tuple(in_specs), y_spec, x, w,
                 options=one.options,
             )  # fmt: skip
             y = jax.block_until_ready(program(x, w))

@@ -238,11 +238,3 @@ class Data:
 
         specs = (self.y_spec, self.y_spec)
         return float(np.max(self.run(largest_error, specs, P("tp"), y, want)))
-
-
-def linked(x: Any, y: jax.Array) -> Any:
-    """x, whose first value is y's, and whose scale comes after y: neither can be used earlier."""
-    if not isinstance(x, jflux.Scaled):
-        return trials.with_corner(x, y)
-    first = x.scale[:1, :1] + 0 * y[:1, :1].astype(jnp.float32)
-    return jflux.Scaled(trials.with_corner(x.values, y), trials.with_corner(x.scale, first))
