@@ -66,6 +66,20 @@ def matmul(
     )  # fmt: skip
 
 
+def product(x: jax.Array, w: jax.Array, scales: Sequence[jax.Array], params: Any) -> jax.Array:
+    """The product that a call over ranks is made of: of x and w, and, if they have any, their
+    scales as kernels take them.
+
+    Args:
+      params: has `out_dtype`, `precision` and `transpose_rhs`.
+    """
+    if not scales:
+        return matmul(x, w, params.out_dtype, params.precision, params.transpose_rhs)
+    of_rows, of_columns = scales
+    y = _scaled.product(x, w, of_rows, of_columns, params.precision, params.transpose_rhs)
+    return y.astype(params.out_dtype)
+
+
 def end_to_end(
     xs: Sequence[jax.Array], ws: Sequence[jax.Array], transpose_rhs: bool
 ) -> tuple[jax.Array, jax.Array]:

@@ -211,7 +211,7 @@ def _multiply(
     """(the products, x as it was moved) of an op; each w is [n, k]."""
     options["transpose_rhs"] = True
     # A kernel that scatters takes several terms.
-    terms = (xs, ws) if op == "matmul_reduce_scatter" else _one_term(xs, ws)
+    terms = (xs, ws) if op == "matmul_reduce_scatter" else one_term(xs, ws)
     if op == "matmul" and len(terms[0]) > 1:
         wanted = (options["preferred_element_type"], options["precision"])
         return [_lax.sum_of_products(*terms, *wanted, transpose_rhs=True)], xs
@@ -240,7 +240,7 @@ def _made(operands: Sequence[Any], params: _Params) -> tuple[Sequence[Any], Any]
         # be more than bfloat16 keeps.
         for_dx.append(w if copy is None else copy[1])
         turned = not params.transpose_rhs  # to [n, k]
-        forward.append(_copy(w, turned, recipe, of_w.scale) if copy is None else copy[0])
+        forward.append(quantized_copy(w, turned, recipe, of_w.scale) if copy is None else copy[0])
     options = dict(params.options)
     if any(params.biased):
         each = spread(biases, params.biased)
@@ -303,7 +303,7 @@ def _backward(
         op, options = params.dual
         scale = _Delayed.of(1, recipe.w, state).scale
         ws = [
-            w if isinstance(w, Scaled) else _copy(w, params.transpose_rhs, recipe, scale)
+            w if isinstance(w, Scaled) else quantized_copy(w, params.transpose_rhs, recipe, scale)
             for w in (ws if params.moves_product else [ws[i] for i in given])
         ]
         like = next(x for x in x_types if x is not None)
@@ -331,7 +331,7 @@ def _backward(
     return [*dxs, *dws, *dadded, *dstate, *copies]
 
 
-def _copy(w: jax.Array, turned: bool, recipe: Recipe, scale: jax.Array | None) -> Scaled:
+def quantized_copy(w: jax.Array, turned: bool, recipe: Recipe, scale: jax.Array | None) -> Scaled:
     """w quantised as it is, or its transpose."""
     if not turned:
         return recipe.w.quantize(w, scale=scale)
@@ -339,7 +339,7 @@ def _copy(w: jax.Array, turned: bool, recipe: Recipe, scale: jax.Array | None) -
     return copy
 
 
-def _one_term(xs: Sequence[Scaled], ws: Sequence[Scaled]) -> tuple[Sequence[Any], Sequence[Any]]:
+def one_term(xs: Sequence[Scaled], ws: Sequence[Scaled]) -> tuple[Sequence[Any], Sequence[Any]]:
     """Several terms as one over all of their k, where their scales are of whole blocks of k:
     kernels take one."""
     each = [(one.shape[-1], one.scale.shape[-1]) for one in (*xs, *ws)]

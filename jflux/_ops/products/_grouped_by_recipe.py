@@ -75,7 +75,7 @@ def _sum_of_products(
     params: _Params,
 ) -> jax.Array:
     """Each w is [groups, n, k]."""
-    xs, ws = _by_recipe._one_term(xs, ws)
+    xs, ws = _by_recipe.one_term(xs, ws)
     # What kernels give; others are rounded once more.
     direct = len(xs) == 1 and out in (WIDE, np.dtype(np.float32))
     wanted = out if direct else np.dtype(np.float32)
@@ -107,7 +107,9 @@ def _made(operands: Sequence[Any], params: _Params) -> tuple[Sequence[jax.Array]
         # As `_by_recipe` keeps them.
         for_dx.append(w if copy is None else copy[1])
         turned = not params.transpose_rhs  # to [n, k]
-        forward.append(_by_recipe._copy(w, turned, recipe, None) if copy is None else copy[0])
+        forward.append(
+            _by_recipe.quantized_copy(w, turned, recipe, None) if copy is None else copy[0]
+        )
     kept = _quantized(x, recipe.x, sizes)
     ys = [
         _sum_of_products([kept], [w], sizes, params.out, recipe.precision, params) for w in forward
@@ -140,7 +142,7 @@ def _backward(
         copies = [
             ws[i]
             if isinstance(ws[i], Scaled)
-            else _by_recipe._copy(ws[i], params.transpose_rhs, recipe, None)
+            else _by_recipe.quantized_copy(ws[i], params.transpose_rhs, recipe, None)
             for i in given
         ]
         out = np.dtype(x_type.dtype)

@@ -447,17 +447,7 @@ def _reference(arrays: Arrays, params: Params) -> list[Any]:
     scales = _scales(arrays, params)
     collective = functools.partial(params.collective.lax, axis_name=params.axis_names)
     exchanged = _scaled.sent_values(x, collective)
-
-    def product() -> Any:
-        if not scales:
-            return _multiply(exchanged, w, params)
-        of_rows, of_columns = scales
-        wide = _scaled.product(
-            exchanged, w, of_rows, of_columns, params.precision, params.transpose_rhs
-        )
-        return wide.astype(params.out_dtype)
-
-    return _of_exchanged(exchanged, params, product)
+    return _of_exchanged(exchanged, params, lambda: _lax.product(exchanged, w, scales, params))
 
 
 def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:

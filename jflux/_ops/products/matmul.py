@@ -46,8 +46,8 @@ def matmul(
     A product of scaled operands sums their values in float32, or int8 in int32. If neither scale
     has several entries along k, the sum is multiplied by x's scale and by w's. Otherwise every 128
     of k are summed and multiplied so by themselves, and the products added in float32 (DeepSeek-V3,
-    arXiv 2412.19437, section 3.3.2). On Hopper a kernel does it for float8_e4m3fn, and without
-    blocks for int8 and an x of float8_e5m2, where k and n are multiples of 16; a w [k, n] is
+    arXiv 2412.19437, section 3.3.2). On Hopper a kernel does it for float8_e4m3fn and an x of
+    float8_e5m2, and without blocks for int8, where k and n are multiples of 16; a w [k, n] is
     transposed first. What it does not take, and operands without scales, are `lax.dot_general`'s,
     blocks in a loop.
 
@@ -134,7 +134,7 @@ def of_kernels(x: jax.Array, w: jax.Array, scales: Sequence[jax.Array], params: 
       params: has `out_dtype`, `precision` and `transpose_rhs`.
     """
     if not scales:
-        return _lax.matmul(x, w, params.out_dtype, params.precision, params.transpose_rhs)
+        return _lax.product(x, w, scales, params)
     of_rows, of_columns = scales
     return matmul(
         *_scaled.as_operands(x, w, of_rows, of_columns, params.transpose_rhs),

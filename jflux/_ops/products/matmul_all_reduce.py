@@ -343,12 +343,7 @@ def _result(arrays: Arrays, params: Params) -> list[Any]:
 
 def _reference(arrays: Arrays, params: Params) -> list[Any]:
     x, w, scales, added = _split(arrays, params)
-    if scales:
-        of_rows, of_columns = scales
-        product = _scaled.product(x, w, of_rows, of_columns, params.precision, params.transpose_rhs)
-        partial = product.astype(params.out_dtype)
-    else:
-        partial = _partial(params, x, w)
+    partial = _lax.product(x, w, scales, params)
     y = Collective("all_reduce").lax(partial, params.axis_names)
     return _sum_epilogue.apply(params.sums.epilogue, y, added)
 

@@ -318,12 +318,7 @@ def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
 
 def _reference(arrays: Arrays, params: Params) -> list[Any]:
     x, w, *scales = arrays
-    if scales:
-        of_rows, of_columns = scales
-        product = _scaled.product(x, w, of_rows, of_columns, params.precision, params.transpose_rhs)
-        product = product.astype(params.out_dtype)
-    else:
-        product = _lax.matmul(x, w, params.out_dtype, params.precision, params.transpose_rhs)
+    product = _lax.product(x, w, scales, params)
     collective = Collective("all_to_all", params.split, params.concat)
     return [collective.lax(product, params.axis_names)]
 

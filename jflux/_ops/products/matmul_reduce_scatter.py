@@ -420,10 +420,10 @@ def _of_terms(
     """Why no kernel takes the scales of these terms, or None; and their kind."""
     pairs = list(zip(xs, ws, strict=True))
     of: Any = {"transpose_rhs": transpose_rhs}
-    whys = (_scaled.why_no_kernel(*pair, **of) for pair in pairs)
+    why = next(filter(None, (_scaled.why_no_kernel(*pair, **of) for pair in pairs)), None)
     kinds = [_scaled.scales_of(*pair, **of, precision=precision) for pair in pairs]
-    if why := next(filter(None, whys), None) or len(xs) == 1:
-        return (None if why is True else why), kinds[0]
+    if why is not None or len(xs) == 1:
+        return why, kinds[0]
     # A term of one block of k has one entry.
     blocks = [
         kind is Scales.OF_BLOCKS
@@ -438,14 +438,11 @@ def _of_terms(
     ), kinds[0]
 
 
-def _scaled_product(
-    xs: Sequence[Any], ws: Sequence[Any], scales: Sequence[Any], params: Params
-) -> Any:
+def _scaled_product(operands: Sequence[Any], params: Params) -> Any:
     """A rank's product, in y's type."""
-    of_rows, of_columns = scales
+    xs, ws, _ = _terms(operands, params)
     x, w = _lax.end_to_end(xs, ws, params.transpose_rhs)
-    product = _scaled.product(x, w, of_rows, of_columns, params.precision, params.transpose_rhs)
-    return product.astype(params.out_dtype)
+    return _lax.product(x, w, _scales(operands, params), params)
 
 
 def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
@@ -460,7 +457,7 @@ def _reference(arrays: Arrays, params: Params) -> list[Any]:
     operands = arrays
     xs, ws, added = _terms(operands, params)
     if params.scales:
-        partial = _scaled_product(xs, ws, _scales(operands, params), params)
+        partial = _scaled_product(operands, params)
     else:
         partial = _lax.sum_of_products(
             xs, ws, params.out_dtype, params.precision, params.transpose_rhs
@@ -474,7 +471,7 @@ def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     operands = arrays
     xs, ws, added = _terms(operands, params)
     if params.scales:
-        partial = _scaled_product(xs, ws, _scales(operands, params), params)
+        partial = _scaled_product(operands, params)
     else:
         partial = _sum_of_products(xs, ws, params)
     names, world = params.axis_names, params.world
