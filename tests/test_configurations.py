@@ -87,5 +87,7 @@ def test_matmul_by_every_choice(of_w):
                 f = jax.jit(lambda x, w: jflux.matmul(x, w, transpose_rhs=True))
                 (call,) = jflux.explain(f, x, w)
                 assert call.plan.config["group_m"] == choice.group_m
+                shares_k = rows <= 128 and of_w != (1, 128)
+                assert call.plan.config["splits"] == (choice.splits if shares_k else 1)
                 y = np.asarray(f(x, w))
             testing.assert_close(y, want, terms, y.dtype, k)

@@ -41,6 +41,11 @@ struct RowScales {
     low = of(first);
     high = of(first + 8);
   }
+  // Begins with a later k-block.
+  __device__ __forceinline__ void Skip(int k_blocks) {
+    if (low != nullptr) low += k_blocks;
+    if (high != nullptr) high += k_blocks;
+  }
   struct Entry {
     float low, high;
     // Of accumulator i.
@@ -69,6 +74,12 @@ struct BlockScales {
     left = scale + block * k_blocks;
     right = scale + last * k_blocks;
     boundary = static_cast<int32_t>((block + 1) * kScaleBlock - n0);
+  }
+  // Begins with a later k-block, where CTAs share k.
+  __device__ __forceinline__ void Skip(int k_blocks) {
+    rows.Skip(k_blocks);
+    left += k_blocks;
+    right += k_blocks;
   }
   // What a thread has of a k-block. Read ahead of its products.
   struct Entry {

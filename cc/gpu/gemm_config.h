@@ -134,11 +134,11 @@ std::string WhyNotShards(const OpFormats& op, FormatSet machine, const Params& p
 }
 
 // The choice for a call with such scales. `gated`: half of a tile's columns belong to each of two
-// weights.
-inline GemmChoice ForScales(GemmChoice c, Scales scales, bool gated = false) {
+// weights. `most`: CTAs that may share k with kOfBlocks.
+inline GemmChoice ForScales(GemmChoice c, Scales scales, bool gated = false, int32_t most = 1) {
   if (!HasEntriesOfK(scales)) return c;
   if (!CanHave(scales, c.tile_n)) c.tile_n = gated ? 128 : 192;
-  c.splits = 1;
+  c.splits = Min(c.splits, scales == Scales::kOfBlocks ? most : 1);
   return c;
 }
 

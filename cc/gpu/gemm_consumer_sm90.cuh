@@ -81,7 +81,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
     }
     const int32_t row_block = RowBlockOf<Config>(tile, cta);
     if constexpr (Config::kCooperative) {
-      if (!Epilogue::Needs(row_block, tile, staging.M64At(0))) {
+      if (!Epilogue::Needs(args, row_block, tile, staging.M64At(0))) {
         for (int kb = 0; kb < k_blocks; ++kb) {
           ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
           __syncwarp();  // a lane that waited on would find the stage's next phase
@@ -187,7 +187,8 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
         if constexpr (Config::kClusterK == 1) {
           ToFloats(acc[m64], slices[m64]);
         } else {
-          if (Epilogue::HasRows(args, row_block, m64)) sum.Run(acc[m64], slices[m64]);
+          if (Epilogue::HasRows(args, row_block, staging.M64At(m64)))
+            sum.Run(acc[m64], slices[m64]);
         }
       }
       Epilogue::Finish(args, call, staging, slices, row_block, tile, await_partials);

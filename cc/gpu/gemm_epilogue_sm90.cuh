@@ -11,8 +11,10 @@
 //                               the same order
 //   HasRows(args, row_block, m64)
 //                               whether the m64 block has any rows; if kClusterK > 1
-//   Needs(row_block, tile, m64) whether anybody needs the products of an m64 block. A consumer that
-//                               shares tiles leaves the others out. EveryM64: always
+//   Needs(args, row_block, tile, m64)
+//                               whether anybody needs the products of an m64 block. A consumer that
+//                               shares tiles leaves the others out; not with a lent stage.
+//                               EveryM64: always
 //
 // With a lent stage (kLendsStage), Finish and Store must not wait for peers.
 //
@@ -34,7 +36,10 @@
 namespace jflux {
 
 struct EveryM64 {
-  static __device__ bool Needs(int32_t, Tile, int) { return true; }
+  template <typename Args>
+  static __device__ bool Needs(const Args&, int32_t, Tile, int) {
+    return true;
+  }
 };
 
 // An m64 block of sums, and its place in results [.., n]:

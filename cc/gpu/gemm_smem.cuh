@@ -104,9 +104,9 @@ struct GemmConfig {
       (kHopper.smem_bytes - kBarrierBytes - kSendBoxes * kSendBoxBytes -
        kConsumers * (kStagingBytesPerConsumer + kRemoteSliceBytes + kScaleBytes)) /
       (kABytes + kBBytes);
-  // The send semaphore's freedom from deadlock (gpu/send_semaphore.cuh). Consumers that share tiles
-  // have all of a tile's k: their CTAs do not split it.
-  static_assert(kStages * kBlockBytes <= kMostStagedBytes && (!kCooperative || kClusterK == 1));
+  // The send semaphore's freedom from deadlock (gpu/send_semaphore.cuh). In ops that have it,
+  // consumers that share tiles have all of a tile's k: their CTAs do not split it.
+  static_assert(kStages * kBlockBytes <= kMostStagedBytes && (!IsShared(kTileN) || kClusterK == 1));
   // Rows of w's tile, stored [k, n], that each CTA of the cluster loads and multicasts.
   static constexpr int kBoxRows = kTileK / kClusterM;
   static constexpr int kTileQueue = 8;  // entries: tiles handed out and not yet finished

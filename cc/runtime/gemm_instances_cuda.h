@@ -4,6 +4,7 @@
 //   kFormats          the OpFormats of its kernels
 //   Kernel<Config>()  its kernel for a configuration; null: none
 //   kMostSplits       how many CTAs may split k; 1: k is not split
+//   kMostSplitsOfBlocks  the same with Scales::kOfBlocks; unless defined: 1
 //   kMayLendStage     whether tiles may lend a stage (gpu/gemm_smem.cuh)
 //   kVectorScales     whether there are kernels for Scales::kOfVectors; unless defined: none
 //
@@ -44,12 +45,20 @@ bool WithTile(const GemmChoice& c, F&& visit) {
   }
 }
 
-template <typename Config>
-inline constexpr bool kCanShareK =
-    CanShareK(Config::kTileN, Config::kClusterM) && !Config::kBlockScales;
+template <typename Instances, typename = void>
+inline constexpr int kMostSplitsOfBlocks = 1;
+template <typename Instances>
+inline constexpr int
+    kMostSplitsOfBlocks<Instances, std::void_t<decltype(Instances::kMostSplitsOfBlocks)>> =
+        Instances::kMostSplitsOfBlocks;
+template <typename Instances, typename Config>
+inline constexpr int kMostSplitsOf = !CanShareK(Config::kTileN, Config::kClusterM) ? 1
+                                     : Config::kScales == Scales::kOfVectors       ? 1
+                                     : Config::kBlockScales ? kMostSplitsOfBlocks<Instances>
+                                                            : Instances::kMostSplits;
 template <typename Config, int kSplits>
-using SharedKConfig =
-    GemmConfig<typename Config::T, kSharedKTile, 1, Config::kTransposeRhs, false, kSplits>;
+using SharedKConfig = GemmConfig<typename Config::T, kSharedKTile, 1, Config::kTransposeRhs, false,
+                                 kSplits, false, Config::kScales>;
 
 template <typename Instances>
 struct LoadInstance {
@@ -60,7 +69,7 @@ struct LoadInstance {
   }
   template <typename Config, int kSplits = 2>
   bool LoadShared() const {
-    if constexpr (kCanShareK<Config> && kSplits <= Instances::kMostSplits) {
+    if constexpr (kSplits <= kMostSplitsOf<Instances, Config>) {
       return Load<SharedKConfig<Config, kSplits>>() && LoadShared<Config, 2 * kSplits>();
     }
     return true;
@@ -84,7 +93,7 @@ struct LaunchInstance {
   }
   template <typename Config, int kSplits = 2>
   bool LaunchShared() const {
-    if constexpr (kCanShareK<Config> && kSplits <= Instances::kMostSplits) {
+    if constexpr (kSplits <= kMostSplitsOf<Instances, Config>) {
       if (splits == kSplits) return Launch<SharedKConfig<Config, kSplits>>();
       return LaunchShared<Config, 2 * kSplits>();
     } else {

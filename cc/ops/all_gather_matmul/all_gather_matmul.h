@@ -138,7 +138,7 @@ inline GemmChoice FitWeights(GemmChoice wanted, const AllGatherMatmulParams& p, 
       gated ? ForGate(wanted, rows, p.n, k_bytes, machine,
                       AllGatherCosts(p.dtype, p.k, p.n / 2, p.transpose_rhs, p.rows.world))
             : FitSplits(wanted, rows, k_bytes, kGatherSplits);
-  return ForScales(choice, scales, gated);
+  return ForScales(choice, scales, gated, kGatherSplits);
 }
 
 // CTAs that may send. With few rows all do. (One raster group of 512 or 1024 rows is faster with

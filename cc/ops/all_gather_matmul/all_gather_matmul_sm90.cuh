@@ -117,7 +117,7 @@ struct AllGatherMatmulSm90 {
   // With kBlockScales.
   static __device__ ScalesOfTile<Config> ScalesOf(const Args& args, const GemmSmem<Config>& smem,
                                                   int32_t row_block, int m64, Tile tile) {
-    const Columns columns = ColumnsOf(args, tile);
+    const Columns columns = ColumnsOf(args, Tile{0, tile.n});
     const int64_t k_blocks = CeilDiv<int64_t>(args.k, Config::kTileK), n = args.n[columns.weight];
     ScalesOfTile<Config> scales;
     scales.rows.Set(args.x_scale, args.rows,
@@ -132,12 +132,19 @@ struct AllGatherMatmulSm90 {
     } else {
       scales.SetColumns(args.w_scale[columns.weight], columns.n0, n, Config::kTileN, k_blocks);
     }
+    if constexpr (Config::kClusterK > 1) {
+      scales.Skip(SplitOfK<Config>(args.k, tile.split).begin / Config::kTileK);
+    }
     return scales;
   }
 
   struct Epilogue : EveryM64 {
     static __device__ bool HasRows(const Args& args, int32_t row_block, int m64) {
       return static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64 < args.rows.Total();
+    }
+    // With scales of blocks a consumer takes registers and time for each k-block.
+    static __device__ bool Needs(const Args& args, int32_t row_block, Tile, int m64) {
+      return !Config::kBlockScales || Config::kLendsStage || HasRows(args, row_block, m64);
     }
 
     // How the m64 block that starts at virtual row `row0` is written to y.
@@ -361,7 +368,7 @@ inline bool SetProductArgs(const AllGatherMatmulParams& p, const AllGatherMatmul
 
 struct AllGatherMatmulInstances : AllGatherMatmulKernels {
   static constexpr OpFormats kFormats = kAllGatherMatmulFormats;
-  static constexpr int kMostSplits = kGatherSplits;
+  static constexpr int kMostSplits = kGatherSplits, kMostSplitsOfBlocks = kGatherSplits;
   // Results go to this GPU's memory, which takes them at once.
   static constexpr bool kMayLendStage = true;
 };

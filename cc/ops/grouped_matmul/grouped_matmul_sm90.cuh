@@ -186,7 +186,7 @@ struct GroupedMatmulSm90 {
   };
 
   struct Epilogue {
-    static __device__ bool Needs(int32_t row_block, Tile tile, int m64) {
+    static __device__ bool Needs(const Args&, int32_t row_block, Tile tile, int m64) {
       return RowsOf(RowOf(row_block) + m64 * 64, tile) > 0;
     }
     template <typename AwaitPartials>

@@ -23,7 +23,7 @@ JFLUX_GEMM_KERNEL(Matmul);
 
 struct Instances : MatmulKernels {
   static constexpr OpFormats kFormats = kMatmulFormats;
-  static constexpr int kMostSplits = kGatherSplits;
+  static constexpr int kMostSplits = kGatherSplits, kMostSplitsOfBlocks = kGatherSplits;
   static constexpr bool kMayLendStage = true;
   static constexpr bool kVectorScales = true;
 };

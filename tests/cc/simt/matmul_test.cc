@@ -109,6 +109,7 @@ TEST(MultipliesAndScales) {
       {150, 1040, {400}, Scales::kOfVectors, {192, 1, 1}},
       {1000, 272, {1264}, Scales::kOfVectors, {128, 1, 1}},  // many tiles of three k-blocks
       {70, 128, {272}, kOfBlocks, {192, 1, 1}},
+      {20, 528, {144, 400}, kOfBlocks, {128, 1, 1, 2}},
   };
   uint32_t seed = 1;
   for (const Case& c : cases) {
@@ -119,6 +120,8 @@ TEST(MultipliesAndScales) {
     Run<int8_t, __nv_bfloat16>(c, seed++);
     Run<int8_t, float>(c, seed++);
   }
+  simt::SetSmCount(11);  // of which ten are in groups of four or two
+  Run<__nv_fp8_e4m3, __nv_bfloat16>({100, 656, {272}, kOfBlocks, {128, 1, 1, 4}}, seed);
 }
 
 }  // namespace
