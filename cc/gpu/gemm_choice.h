@@ -30,10 +30,9 @@ struct TileCosts {
 };
 inline constexpr double kExposed = 0.5;  // what the first tiles wait for, and the last ones send
 inline constexpr TileCosts kGatherCosts{1, 1, 0}, kScatterCosts{1.02, 0.96, kExposed};
-// Of operands of 8 bits in an op whose tiles may lend a stage. With half of the bytes' energy a
-// fourth stage is worth more than wide tiles: 1,435 TF/s with 224 columns, 1,331 with 192, 1,308
-// with 256 (8192 x 12288 x 12288 on one H200; docs/experiments/0056).
-inline constexpr TileCosts kGatherCosts8{1, 1, 0, 1, 1, 0.945, 1.02};
+// Of operands of 8 bits in an op whose tiles may lend a stage: a fit to six products on one H200,
+// for each of which it chooses what was the fastest (docs/experiments/0056).
+inline constexpr TileCosts kGatherCosts8{1, 1, 0, 1, 1, 1, 1.02};
 
 // How much longer a k-block of a row takes to load than if rows were multiples of 64 bytes. With
 // rows of an odd number of 16 bytes TMA reads parts of sectors, with rows of an odd number of 32

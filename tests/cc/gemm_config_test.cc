@@ -433,6 +433,26 @@ TEST(FewRowsKeepEnoughSmsReading) {
   EXPECT_EQ(ChooseFew(64, 128, 2 * 136, kH200, 4).splits, 1);
 }
 
+// Products of 8 bits by row on one H200, in turns; raster groups of 1024 rows
+// (docs/experiments/0056).
+TEST(WhatIsChosenForEightBitsWasAboutTheFastest) {
+  const struct {
+    int64_t m, n, k;
+    int us[3];  // 256, 224, 192
+  } measured[] = {
+      {8192, 12288, 12288, {1985, 1963, 1909}}, {2048, 12288, 12288, {505, 512, 482}},
+      {4096, 8192, 14336, {764, 748, 774}},     {8192, 7168, 8192, {771, 785, 756}},
+      {2048, 7168, 8192, {228, 196, 208}},      {8192, 8192, 28672, {2998, 2962, 2939}},
+  };
+  for (const auto& call : measured) {
+    const GemmChoice c = ChooseAllGather(1, call.m, call.n, call.k, DType::kF8E4M3FN, kH200, true);
+    const int chosen = call.us[c.tile_n == 256 ? 0 : c.tile_n == 224 ? 1 : 2];
+    EXPECT_EQ(c.cluster_m, 2);
+    EXPECT_EQ(chosen, *std::min_element(std::begin(call.us), std::end(call.us)))
+        << call.m << " x " << call.n << ": " << c.tile_n << " columns";
+  }
+}
+
 TEST(ImpossibleChoices) {
   for (const GemmChoice& c : kCompiled) EXPECT(IsPossible(c));
   EXPECT(IsPossible({128, 1, 1, 2}) && IsPossible({128, 1, 1, 4}));
