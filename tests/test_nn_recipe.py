@@ -101,6 +101,29 @@ def test_layers():
         assert np.array_equal(got, jax.jit(of_linen)(x))
 
 
+@pytest.mark.parametrize("exchange", ["gather", "dispatch"])
+def test_mixtures(exchange):
+    """Near those in 16 bits; routing is the same."""
+    axes = ("ep", "tp")
+    mesh = make_mesh((2, WORLD // 2), axes) if WORLD == 4 else make_mesh((WORLD, 1), axes)
+    experts, x = 2 * mesh.shape["ep"], draw(0, mesh.shape["ep"], 16 * WORLD, WIDTH)
+    layer = functools.partial(
+        jlinen.MoE, experts, HIDDEN, 2, axis_name="tp", expert_axis="ep", exchange=exchange,
+        shared_features=HIDDEN,
+    )  # fmt: skip
+    with jax.set_mesh(mesh):
+        params = nn.unbox(jax.jit(layer().init)(jax.random.key(0), x))
+
+        one, other = (
+            np.concatenate([np.ravel(a) for a in jax.tree.leaves(gradients)])
+            for _, gradients in (
+                run(loss_and_gradients(layer(recipe=recipe).apply), params, x)
+                for recipe in (BLOCK, None)
+            )
+        )
+        assert 0.01 < np.linalg.norm(one - other) / np.linalg.norm(other) < 0.15
+
+
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_dense_layers_of_flax(sequence_parallel):
     """Their products are jflux.matmul's by the recipe, also on one rank."""

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import moe
 from .._ops import _epilogue, _lax
+from .._ops._recipe import Recipe
 from .._ops.collectives.all_reduce import all_reduce
 from .._ops.collectives.exchange import all_gather, reduce_scatter
 from .._ops.experts import moe_dispatch
@@ -67,6 +68,7 @@ def mixture(
     select: Select = moe.top_k_softmax,
     router_bias: jax.Array | None = None,
     shared: Sequence[jax.Array] | None = None,
+    recipe: Recipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> MixtureOutput:
@@ -118,6 +120,8 @@ def mixture(
         a function of ``jflux.moe``, perhaps with options by `functools.partial`.
       router_bias: [E], for the choice alone.
       shared: (up [d, S/N], down [S/N, d]) or (up, down, gate [d, S/N]): an expert of all tokens.
+      recipe: a :class:`jflux.Recipe`, by which the experts' products, and those of `shared`, are
+        made in 8 bits; tokens travel, and are chosen for, as without.
       mesh, x_spec: for global arrays, as in :func:`column_parallel`.
 
     Returns:
@@ -127,7 +131,7 @@ def mixture(
       ValueError, TypeError: operands that do not fit, when the call is traced.
     """
     options = _Options(
-        k, axis_name, expert_axis, sequence_parallel, exchange, capacity, activation, select
+        k, axis_name, expert_axis, sequence_parallel, exchange, capacity, activation, select, recipe
     )
     options.check(x, router)
     operands: dict[str, Any] = {
@@ -152,6 +156,7 @@ class _Options:
     capacity: int | None
     activation: str
     select: Select
+    recipe: Recipe | None
 
     def check(self, x: jax.Array, router: jax.Array) -> None:
         """Raises for options or operands that do not fit."""
@@ -185,14 +190,16 @@ class _Experts:
     down: jax.Array
     gate: jax.Array | None
     activation: str
+    recipe: Recipe | None
 
     def of_rows(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
         """What they make of rows that lie expert after expert."""
         pair = self.up if self.gate is None else (self.gate, self.up)
         hidden = grouped_matmul(
-            rows, pair, sizes, activation=self.activation, gated=self.gate is not None
-        )
-        return grouped_matmul(hidden, self.down, sizes)
+            rows, pair, sizes, activation=self.activation, gated=self.gate is not None,
+            recipe=self.recipe,
+        )  # fmt: skip
+        return grouped_matmul(hidden, self.down, sizes, recipe=self.recipe)
 
 
 def _over_global_arrays(
@@ -267,7 +274,7 @@ def _mixture(
         tokens = all_gather(tokens, axis_name=gathered, axis=0, tiled=True)
         weights = all_gather(weights, axis_name=gathered, axis=0, tiled=True)
         indices = _lax.all_gather(indices, gathered, axis=0, tiled=True)
-    experts = _Experts(up, down, gate, options.activation)
+    experts = _Experts(up, down, gate, options.activation, options.recipe)
     if gathers:
         y = _of_own_experts(tokens, _own(indices, up.shape[0], ep), weights, experts, capacity)
     else:
@@ -362,13 +369,17 @@ def _shared(options: _Options, x: jax.Array, shared: Sequence[jax.Array]) -> jax
         return _dense.any_mlp(
             x, up, None, down, None, *gate, activation=options.activation,
             axis_name=options.axis_name, sequence_parallel=options.sequence_parallel,
+            recipe=options.recipe,
         )  # fmt: skip
-    product: Any = {"preferred_element_type": None, "precision": None, "transpose_rhs": False}
+    product: Any = {
+        "preferred_element_type": None, "precision": None, "transpose_rhs": False,
+        "recipe": options.recipe,
+    }  # fmt: skip
     pair = (*gate, up) if gate else up
     hidden = _dense._own_columns(
         x, pair, None, activation=options.activation, gated=bool(gate), **product
     )
-    return _lax.matmul(hidden, down, **product)
+    return _dense._own_columns(hidden, down, None, activation=None, gated=False, **product)
 
 
 # ---- What the layers for linen and for NNX share -------------------------------------------------

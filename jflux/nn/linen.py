@@ -280,6 +280,7 @@ class MoE(nn.Module):
       gated: experts have a gate.
       shared_features: S, the hidden units of an expert of all tokens; 0: there is none.
       select: a function of ``jflux.moe`` that chooses.
+      recipe: a :class:`jflux.Recipe`, by which the experts' products are made in 8 bits.
       load_balancing_weight, z_weight: of the losses.
       axes: logical names of the experts, of d, and of the hidden units.
     """
@@ -300,6 +301,7 @@ class MoE(nn.Module):
     shared_features: int = 0
     select: _moe.Select = _moe.moe.top_k_softmax
     use_router_bias: bool = False
+    recipe: Recipe | None = None
     load_balancing_weight: float = 1e-2
     z_weight: float = 1e-3
     dtype: Any = None

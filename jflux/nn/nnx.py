@@ -458,6 +458,7 @@ class MoE(nnx.Module):
         shared_features: int = 0,
         select: _moe.Select = _moe.moe.top_k_softmax,
         use_router_bias: bool = False,
+        recipe: Recipe | None = None,
         load_balancing_weight: float = 1e-2,
         z_weight: float = 1e-3,
         sows: bool = True,
@@ -472,7 +473,7 @@ class MoE(nnx.Module):
         self.sequence_parallel, self.x_spec = sequence_parallel, x_spec
         self.exchange, self.capacity = exchange, capacity
         self.activation, self.gated, self.shared_features = activation, gated, shared_features
-        self.select, self.use_router_bias = select, use_router_bias
+        self.select, self.use_router_bias, self.recipe = select, use_router_bias, recipe
         self.load_balancing_weight, self.z_weight, self.sows = load_balancing_weight, z_weight, sows
         self.dtype, self.axes = dtype, axes
         if rules is None and not _rules.ambient_rules():
