@@ -15,9 +15,11 @@ from jflux import _native
 from jflux._call.explain import explain
 from jflux._call.plans import Machine, Path
 from jflux._ops._spec import all_ops
+from jflux._ops.collectives import all_reduce
 from jflux._ops.products import (
     all_gather_matmul,
     all_to_all_matmul,
+    matmul_all_reduce,
     matmul_all_to_all,
     matmul_reduce_scatter,
 )
@@ -29,6 +31,9 @@ E4M3, E5M2, S8 = (np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.float
 BF16, F16, F32, S32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32, np.int32))
 PAIRS = ((E4M3, E4M3), (E5M2, E4M3), (S8, S8))
 EACH_PAIR = pytest.mark.parametrize(("x_dtype", "w_dtype"), PAIRS, ids=lambda d: d.name)
+#: Products whose GPU kernels give float32 of 8 bits too, and others.
+WIDE = (all_gather_matmul, matmul_reduce_scatter)
+NARROW = (matmul_all_reduce, matmul_all_to_all, all_to_all_matmul)
 GPU = Machine("cuda", sm_count=132, link_gbps=320.0, heap_bytes=2 << 30)
 CPU = Machine("cpu")
 
@@ -220,28 +225,32 @@ def test_gradients(x_dtype, w_dtype):
 
 
 def _planned(x_dtype, w_dtype, out, machine, module=all_gather_matmul, precision=None):
-    shapes = (jax.ShapeDtypeStruct((256, 512), x_dtype), jax.ShapeDtypeStruct((512, 512), w_dtype))
+    sizes = ((2048, 512), (2048, 512))
+    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in zip(sizes, (x_dtype, w_dtype), strict=True)]
     fields = {"axis_names": ("tp",), "world": 2, "out_dtype": np.dtype(out), "results": ("y",)}
     fields |= {"gather_dimension": 0, "split": 1, "concat": 0, "transpose_rhs": True}
     fields |= {"scatter_dimension": 0, "precision": precision}
+    fields["sums"] = all_reduce.Params(("tp",), 2, None)
     known = inspect.signature(module.Params).parameters
     params = module.Params(**{name: value for name, value in fields.items() if name in known})
     return module._op.plan(shapes, params, machine)
 
 
-@pytest.mark.parametrize("module", [all_gather_matmul, matmul_reduce_scatter], ids=lambda m: m.OP)
+@pytest.mark.parametrize("module", [*WIDE, *NARROW], ids=lambda m: m.OP)
 @EACH_PAIR
 def test_gpus_multiply_8_bits(x_dtype, w_dtype, module):
     """Sums of int8 are exact, so that precision="highest" wants no other kernel."""
     planned = functools.partial(_planned, x_dtype, w_dtype, machine=GPU, module=module)
-    for out in (BF16, F16, F32):
+    for out in (BF16, F16, F32)[: 3 if module in WIDE else 2]:
         assert planned(out).path == Path.FUSED
         assert (planned(out, precision="highest").path == Path.FUSED) == (x_dtype == S8)
     plan = planned(S32)
-    assert plan.path == Path.REFERENCE
+    sums = module is matmul_all_reduce  # which may still be in a kernel
+    assert plan.path == (Path.DECOMPOSED if sums else Path.REFERENCE)
     assert plan.reason == "results are int32, the kernels give float16, bfloat16, float32"
     with jflux.config(unchecked_kernels=False):
-        assert (planned(BF16).path == Path.FUSED) == (x_dtype == E4M3)
+        checked = module is all_gather_matmul and x_dtype == E4M3
+        assert (planned(BF16).path == Path.FUSED) == checked
         assert planned(F16).path == Path.DECOMPOSED
 
 
@@ -257,19 +266,13 @@ def test_a_plan_names_all_formats():
 
 
 @EACH_PAIR
-@pytest.mark.parametrize("module", [all_to_all_matmul, matmul_all_to_all])
+@pytest.mark.parametrize("module", NARROW, ids=lambda m: m.OP)
 def test_other_products_refuse_them(module, x_dtype, w_dtype):
     """CPUs, and GPUs but for kernels that are not checked there."""
-    halves = "float16, bfloat16"
     plan = _planned(x_dtype, w_dtype, BF16, CPU, module)
-    kernels = f"{halves}, float32, float64"
-    assert plan.path == Path.REFERENCE
+    kernels = "float16, bfloat16, float32, float64"
+    assert plan.path != Path.FUSED
     assert plan.reason == f"operands are {x_dtype}, the kernels take {kernels}"
-    plan = _planned(x_dtype, w_dtype, BF16, GPU, module)
-    if x_dtype == S8:
-        assert plan.path != Path.FUSED
-        return
-    assert plan.path in (Path.FUSED, Path.DECOMPOSED)
     with jflux.config(unchecked_kernels=False):
         plan = _planned(x_dtype, w_dtype, BF16, GPU, module)
     assert plan.path == Path.DECOMPOSED and "has not passed all checks" in plan.reason

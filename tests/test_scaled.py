@@ -612,8 +612,13 @@ def test_gpus_take_scales(dtype, transpose_rhs, of_x, of_w, scales, lowered_with
         assert f"scales = {scales}" in line and "transpose_rhs = true" in line and of_values in line
 
 
-@pytest.mark.parametrize("by_block", [False, True])
-def test_gpus_sum_scaled_products(by_block, lowered_without_gpus):
+#: Operands of kernels that give 16 bits, their scales, and the result.
+OF_KERNELS = [(E4M3, False, jnp.bfloat16), (E4M3, True, jnp.float16), (INT8, False, jnp.float16)]
+EACH_OF_KERNELS = pytest.mark.parametrize(("dtype", "by_block", "out"), OF_KERNELS)
+
+
+@EACH_OF_KERNELS
+def test_gpus_sum_scaled_products(dtype, by_block, out, lowered_without_gpus):
     """In one kernel for few rows, of which two CTAs share k, and one for whole tiles."""
     of_x, of_w = ((1, 128), (128, -1)) if by_block else RECIPES["row"]
     x_spec, w_spec = P(None, "tp"), P("tp")
@@ -621,7 +626,9 @@ def test_gpus_sum_scaled_products(by_block, lowered_without_gpus):
 
     def local(x, w, residual):
         norm = jflux.RMSNorm(jnp.ones(4112))
-        return jflux.matmul_all_reduce(x, w, axis_name="tp", residual=residual, norm=norm)
+        return jflux.matmul_all_reduce(
+            x, w, axis_name="tp", residual=residual, norm=norm, preferred_element_type=out
+        )
 
     f = jax.shard_map(
         local, mesh=make_mesh((2,)), out_specs=P(),
@@ -631,11 +638,11 @@ def test_gpus_sum_scaled_products(by_block, lowered_without_gpus):
 
     def scaled(rows, columns, block):
         counts = (1 if b == -1 else n // b for n, b in zip((rows, columns), block, strict=True))
-        return jflux.Scaled(shape((rows, columns), E4M3), shape((*counts,), jnp.float32))
+        return jflux.Scaled(shape((rows, columns), dtype), shape((*counts,), jnp.float32))
 
     w = scaled(16384, 4112, of_w)
     for rows in (64, 4096):
-        x, residual = scaled(rows, 16384, of_x), shape((rows, 4112), jnp.bfloat16)
+        x, residual = scaled(rows, 16384, of_x), shape((rows, 4112), out)
         with jflux.config(unchecked_kernels=True):
             calls, text = lowered_without_gpus(f, x, w, residual)
         (call,) = calls
@@ -643,10 +650,11 @@ def test_gpus_sum_scaled_products(by_block, lowered_without_gpus):
         assert call.plan.config["splits"] == (1 if by_block or rows > 128 else 2)
         (line,) = (one for one in text.splitlines() if "@jflux_matmul_all_reduce(" in one)
         assert f"scales = {1 + by_block}" in line and "transpose_rhs = true" in line
-        assert "f8E4M3FN" in line
+        assert ("xi8>" if dtype == INT8 else "xf8E4M3FN>") in line
+        assert ("xf16>" if out == jnp.float16 else "xbf16>") in line
 
 
-@pytest.mark.parametrize("by_block", [False, True])
+@EACH_OF_KERNELS
 @pytest.mark.parametrize(
     ("op", "rows", "split", "concat"),
     [
@@ -656,25 +664,31 @@ def test_gpus_sum_scaled_products(by_block, lowered_without_gpus):
         ("all_to_all_matmul", (2, 520), 2, 1),
     ],
 )
-def test_gpus_exchange_and_scale(op, rows, split, concat, by_block, lowered_without_gpus):
+def test_gpus_exchange_and_scale(
+    op, rows, split, concat, dtype, by_block, out, lowered_without_gpus
+):
     """Also with leading rows, which are put in rank order. Where ranks have parts of k, each with a
-    scale of its own, these are scales of blocks."""
+    scale of its own, these are scales of blocks, which int8 has not."""
     before = op == "all_to_all_matmul"
     joins_k = before and concat == len(rows)
 
     def local(x, x_scale, w, w_scale):
         x, w = jflux.Scaled(x, x_scale), jflux.Scaled(w, w_scale)
         axes = {"split_axis": split, "concat_axis": concat}
-        return getattr(jflux, op)(x, w, axis_name="tp", **axes)
+        return getattr(jflux, op)(x, w, axis_name="tp", preferred_element_type=out, **axes)
 
     shape = jax.ShapeDtypeStruct
     k = 1024 if before else 1040
     k_of_w = {0: k, 1: k // 2, -1: 2 * k}[before * (split == len(rows)) - joins_k]
     entries = [-(-size // 128) if by_block else 1 for size in (k, k_of_w)]
-    x = (shape((*rows, k), E4M3), shape((*rows, entries[0]), jnp.float32))
+    x = (shape((*rows, k), dtype), shape((*rows, entries[0]), jnp.float32))
     columns = 32 if by_block else 1 if joins_k else 4096
-    w = (shape((k_of_w, 4096), E4M3), shape((entries[1], columns), jnp.float32))
+    w = (shape((k_of_w, 4096), dtype), shape((entries[1], columns), jnp.float32))
     f = jax.shard_map(local, mesh=make_mesh((2,)), in_specs=P(), out_specs=P("tp"), check_vma=False)
+    if joins_k and dtype == INT8:
+        with pytest.raises(NotImplementedError, match="x is int8"):
+            lowered_without_gpus(f, *x, *w)
+        return
     with jflux.config(unchecked_kernels=True):
         (*sent, call), text = lowered_without_gpus(f, *x, *w)
     assert [one.op for one in sent] == ["all_to_all"] * before
@@ -683,6 +697,8 @@ def test_gpus_exchange_and_scale(op, rows, split, concat, by_block, lowered_with
     (line,) = (one for one in text.splitlines() if f"@jflux_{op}(" in one)
     scales = 2 if by_block or joins_k else 1
     assert f"scales = {scales}" in line and "transpose_rhs = true" in line
+    assert ("xi8>" if dtype == INT8 else "xf8E4M3FN>") in line
+    assert ("xf16>" if out == jnp.float16 else "xbf16>") in line
 
 
 def test_a_split_x_stays_split():

@@ -142,6 +142,14 @@ inline GemmChoice ForScales(GemmChoice c, Scales scales, bool gated = false, int
   return c;
 }
 
+// The columns of a tile of int8 in ops that have few kernels for it, one for each cluster_m; and
+// the choice that such an op makes of another.
+inline constexpr int32_t FewTileN(int32_t cluster_m) { return cluster_m == 2 ? 192 : 128; }
+inline GemmChoice ForFew(GemmChoice c, DType dtype) {
+  if (dtype == DType::kS8) c.tile_n = FewTileN(c.cluster_m);
+  return c;
+}
+
 // CTAs that run at once. Not all SMs are in groups of four: 120 of 132.
 inline int AtOnce(const GemmChoice& c, int sm_count) {
   return c.splits == 4 ? sm_count / 11 * 10 : sm_count;

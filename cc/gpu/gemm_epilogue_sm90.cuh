@@ -218,16 +218,17 @@ struct SaveHalves {
 
 }  // namespace step
 
-// Stages the m64 blocks of a tile as they are, for the store warp. has_rows(m64): which.
-template <typename Config, typename HasRows>
+// Stages the m64 blocks of a tile as they are, for the store warp. has_rows(m64): which. `place` is
+// asked for IsFloat16.
+template <typename Config, typename Place, typename HasRows>
 __device__ __forceinline__ void StageTile(
     StagingWriter<Config>& staging,
-    const float (&acc)[Config::kConsumerM64Blocks][Config::kSliceAccumulators],
+    const float (&acc)[Config::kConsumerM64Blocks][Config::kSliceAccumulators], const Place& place,
     HasRows&& has_rows) {
 #pragma unroll
   for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
     if (!has_rows(staging.M64At(i))) continue;
-    StageM64<typename Config::Result, Config::kSliceN>(acc[i], staging.Acquire());
+    StageResults<Config, Config::kSliceN>(acc[i], staging.Acquire(), place);
     staging.Publish();
   }
 }

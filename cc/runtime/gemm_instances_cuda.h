@@ -60,6 +60,19 @@ template <typename Config, int kSplits>
 using SharedKConfig = GemmConfig<typename Config::T, kSharedKTile, 1, Config::kTransposeRhs, false,
                                  kSplits, false, Config::kScales>;
 
+// An op's kernels, but of int8 those of FewTileN alone.
+template <typename Kernels>
+struct FewOfInt8 {
+  template <typename Config>
+  static const void* Kernel() {
+    if constexpr (Config::kWhole && Config::kTileN != FewTileN(Config::kClusterM)) {
+      return nullptr;
+    } else {
+      return Kernels::template Kernel<Config>();
+    }
+  }
+};
+
 template <typename Instances>
 struct LoadInstance {
   std::string* error;

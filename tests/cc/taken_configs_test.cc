@@ -80,6 +80,20 @@ TEST(EveryProductTakesAllOfItsKernels) {
   }
 }
 
+TEST(ProductsTakeBothOfTheirKernelsOfInt8) {
+  constexpr DType kS8 = DType::kS8;
+  Taken reduce, from_all, to_all;
+  ForCalls([&](int world, int64_t rows, int64_t n, int64_t k, const Machine& machine) {
+    reduce.Add(ForFew(ChooseAllReduce(world, rows, n, k, kS8, machine), kS8));
+    from_all.Add(
+        ForFew(ChooseAllToAllMatmul(world, rows, k, n, kS8, /*concat_rows=*/true, machine), kS8));
+    to_all.Add(ForFew(ChooseAllToAll(world, rows, n, k, kS8, machine), kS8));
+  });
+  for (const Taken& taken : {reduce, from_all, to_all}) {
+    for (int32_t cluster_m : {1, 2}) EXPECT(taken.Of({FewTileN(cluster_m), cluster_m, 0}, 1) > 0);
+  }
+}
+
 TEST(GroupedProductsTakeAllOfTheirKernels) {
   Taken forward, dw;
   ForCalls([&](int world, int64_t rows, int64_t n, int64_t k, const Machine& machine) {

@@ -173,7 +173,7 @@ struct AllGatherMatmulSm90 {
                                   int32_t row_block, Tile tile, AwaitPartials&&) {
       if (!Config::kScaled &&
           args.no_epilogue) {  // short code path: instruction fetches are latency too
-        StageTile(staging, acc, [&](int m64) { return HasRows(args, row_block, m64); });
+        StageTile(staging, acc, args, [&](int m64) { return HasRows(args, row_block, m64); });
         return;
       }
 #pragma unroll

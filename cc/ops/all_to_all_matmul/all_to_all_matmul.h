@@ -144,8 +144,9 @@ bool AllToAllMatmulCpu(const AllToAllMatmulParams& params, const AllToAllMatmulT
                        uint64_t epoch, const WaitContext& ctx);
 
 // k: the columns of a shard of x.
-inline constexpr OpFormats kAllToAllMatmulFormats{kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2),
-                                                  SetOf(DType::kBF16)};
+inline constexpr OpFormats kAllToAllMatmulFormats{
+    kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
+    SetOf(DType::kF16, DType::kBF16)};
 inline std::string WhyNoKernel(const AllToAllMatmulParams& p, FormatSet machine = kWgmmaFormats,
                                Scales scales = Scales::kNone) {
   if (scales == Scales::kOfBlocks && !p.concat_rows && p.k % kScaleBlock != 0) {
@@ -204,6 +205,12 @@ inline GemmChoice ChooseAllToAllMatmul(int world, int64_t rows, int64_t k, int64
   const GemmChoice best = ChooseForShards(shards, rows, n, sum, machine, costs);
   return concat_rows ? GatherGroups(best, world, rows, n, machine)
                      : TermGroups(best, world, rows, machine);
+}
+
+// What a choice from elsewhere becomes.
+inline GemmChoice Possible(const AllToAllMatmulParams& p, const GemmChoice& c, Scales scales) {
+  const GemmChoice whole = FitSplits(c, p.RowsOfY(), p.KOfW() * SizeOf(p.dtype), /*most=*/1);
+  return ForFew(ForScales(whole, scales), p.dtype);
 }
 
 // How many CTAs send: as many as in an all-gather with the same world and n, since a rank sends as

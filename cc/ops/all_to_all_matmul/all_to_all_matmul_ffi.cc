@@ -31,8 +31,7 @@ bool PlanAllToAllMatmul(CallReader& reader, const Machine& machine, Fields* plan
   if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine), scales), why_not)) return false;
   const GemmChoice wanted = call.given.value_or(ChooseAllToAllMatmul(
       p.rows.world, p.rows.PerRank(), p.k, p.n, p.dtype, p.concat_rows, machine, p.transpose_rhs));
-  const GemmChoice choice =
-      ForScales(FitSplits(wanted, p.RowsOfY(), p.KOfW() * SizeOf(p.dtype), /*most=*/1), scales);
+  const GemmChoice choice = Possible(p, wanted, scales);
   *plan = ProductPlan{choice, AllToAllMatmulSenders(p, machine),
                       CudaLayoutOf(p).Workspace().TotalBytes()}
               .AsFields();
@@ -92,7 +91,7 @@ struct CallOnCuda : PlannedCall<kAllToAllMatmulId, LaunchAllToAllMatmul> {
     const std::string why = ReadOperands(a, this, x, w, scales, *y, rest);
     if (!why.empty()) return why;
     return ReadPlan(a) && WhyNoKernel(p, kWgmmaFormats, arrays.scales).empty() &&
-                   plan.choice.splits == 1 && ForScales(plan.choice, arrays.scales) == plan.choice
+                   plan.choice == Possible(p, plan.choice, arrays.scales)
                ? ""
                : kNoKernel;
   }

@@ -6,7 +6,7 @@
 namespace jflux {
 namespace {
 
-struct Instances : AllToAllMatmulKernels {
+struct Instances : FewOfInt8<AllToAllMatmulKernels> {
   static constexpr OpFormats kFormats = kAllToAllMatmulFormats;
   static constexpr int kMostSplits = 1;
   // Results go to this GPU's memory, which takes them at once.
@@ -67,6 +67,7 @@ bool LaunchAllToAllMatmul(const AllToAllMatmulParams& p, const AllToAllMatmulArr
   args.split_rows = p.split_rows;
   args.concat_rows = p.concat_rows;
   args.gathers = arrays.gathered != nullptr;
+  args.out_f16 = SizeOf(p.dtype) == 1 && p.out_dtype == DType::kF16;
   args.scale_entries = static_cast<int32_t>(ScaleEntries(p));
   // A rank's terms begin with its own.
   const bool is_rotated = arrays.scales == Scales::kOfBlocks && !p.concat_rows;

@@ -51,6 +51,7 @@ struct AllToAllMatmulArgs {
   uint32_t signature, op;
   bool split_rows, concat_rows;
   bool gathers;  // also write all_to_all(x)
+  bool out_f16;  // of operands of 8 bits
   WorkspaceLayout workspace;
   ShardPanels panels;
   ShardSendOrder send_order;
@@ -69,6 +70,7 @@ struct AllToAllMatmulArgs {
   const float* x_scale;
   const float* w_scale;
   int32_t scale_entries;
+  __device__ bool IsFloat16() const { return out_f16; }
 };
 static_assert(sizeof(AllToAllMatmulArgs) <= 4096);  // the limit for kernel arguments
 
@@ -317,7 +319,7 @@ struct AllToAllMatmulSm90 {
   struct Epilogue : EveryM64 {
     template <typename AwaitPartials>
     static __device__ void Finish(const Args& args, const CallContext&,
-                                  StagingWriter<Config>& staging, Accumulators<Config>& acc,
+                                  StagingWriter<Config>& staging, Slices<Config>& acc,
                                   int32_t row_block, Tile tile, AwaitPartials&&) {
       const Place place = PlaceOf(args, row_block);
       if constexpr (Config::kScaled) {
@@ -331,7 +333,7 @@ struct AllToAllMatmulSm90 {
                                     });
         }
       }
-      StageTile(staging, acc, [&](int m64) { return HasRows(args, place, m64); });
+      StageTile(staging, acc, args, [&](int m64) { return HasRows(args, place, m64); });
     }
 
     // TMA drops rows outside the shard and columns past the last.

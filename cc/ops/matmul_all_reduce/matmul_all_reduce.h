@@ -143,7 +143,8 @@ inline bool AreFewRows(const MatmulAllReduceParams& p) {
 }
 
 inline constexpr OpFormats kMatmulAllReduceFormats{
-    kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2), SetOf(DType::kBF16)};
+    kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
+    SetOf(DType::kF16, DType::kBF16)};
 inline std::string WhyNoKernel(const MatmulAllReduceParams& p, FormatSet machine = kWgmmaFormats) {
   const MatmulReduceScatterParams& s = p.scatter;
   if (!AreFewRows(p) && s.rows.inner % kGemmTileM != 0) {
@@ -201,9 +202,9 @@ inline GemmChoice Possible(const MatmulAllReduceParams& p, const GemmChoice& c,
   const MatmulReduceScatterParams& s = p.scatter;
   const bool few = AreFewRows(p);
   const GemmChoice tile = few ? GemmChoice{kSharedKTile, 1, 1, c.splits} : c;
-  return ForScales(
-      FitSplits(tile, s.rows.Total(), s.k * SizeOf(s.dtype), few ? kReduceSplits : /*most=*/1),
-      scales);
+  const GemmChoice fit =
+      FitSplits(tile, s.rows.Total(), s.k * SizeOf(s.dtype), few ? kReduceSplits : /*most=*/1);
+  return ForFew(ForScales(fit, scales), s.dtype);
 }
 
 // Store warps that may send at a time; 0: all. A finished tile goes to all peers. With fewer than

@@ -7,7 +7,7 @@
 namespace jflux {
 namespace {
 
-struct Instances : MatmulAllReduceKernels {
+struct Instances : FewOfInt8<MatmulAllReduceKernels> {
   static constexpr OpFormats kFormats = kMatmulAllReduceFormats;
   static constexpr int kMostSplits = 1;
   static constexpr bool kMayLendStage = false;
@@ -47,6 +47,7 @@ bool LaunchFew(const MatmulAllReduceParams& params, const MatmulAllReduceArrays&
   args.residual = arrays.residual;
   args.x_scale = arrays.x_scale;
   args.w_scale = arrays.w_scale;
+  args.out_f16 = SizeOf(p.dtype) == 1 && p.out_dtype == DType::kF16;
   return EncodeTensorMap(&args.x, p.dtype, arrays.x, {args.rows, p.k}, {p.k},
                          {BoxRows(args.rows), BlockElements(p.dtype)}, error) &&
          EncodeRhsMap(&args.w, p.dtype, arrays.w, p.k, p.n, p.transpose_rhs, /*halves=*/false,

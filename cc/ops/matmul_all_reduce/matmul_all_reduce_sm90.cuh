@@ -212,17 +212,17 @@ struct FewRowsArgs {
   const void* residual;  // or null
   const float* x_scale;  // as in MatmulReduceScatterArgs
   const float* w_scale;
+  bool out_f16;  // of operands of 8 bits
   CUtensorMap x;
   CUtensorMap w;
   CUtensorMap y;
+  __device__ bool IsFloat16() const { return out_f16; }
 };
 
 template <typename Config_>
 struct FewRowsSm90 {
   using Config = Config_;
   using Args = FewRowsArgs;
-  using T = typename Config::Result;
-  using F = Fragments<Config>;
 
   struct Schedule : OrderedTiles<Counted> {
     using OrderedTiles::OrderedTiles;
@@ -297,6 +297,20 @@ struct FewRowsSm90 {
                                      });
         }
       }
+      if (IsFloat16<Config>(args)) {
+        Reduce<__half>(args, call, staging, acc, tile, await_partials);
+      } else {
+        Reduce<typename Config::Result>(args, call, staging, acc, tile, await_partials);
+      }
+    }
+
+    // Adds the peer's slice, of T.
+    template <typename T, typename AwaitPartials>
+    static __device__ __forceinline__ void Reduce(const Args& args, const CallContext& call,
+                                                  StagingWriter<Config>& staging,
+                                                  Slices<Config>& acc, Tile tile,
+                                                  AwaitPartials& await_partials) {
+      using F = Fragments<Config, T>;
 #pragma unroll
       for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
         int m64 = i;

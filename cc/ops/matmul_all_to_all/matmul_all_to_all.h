@@ -128,8 +128,9 @@ bool MatmulAllToAllCpu(const MatmulAllToAllParams& params, const ShardTiling& ti
                        const MatmulAllToAllArrays& arrays, const SymmetricView& view,
                        uint64_t epoch, const WaitContext& ctx);
 
-inline constexpr OpFormats kMatmulAllToAllFormats{kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2),
-                                                  SetOf(DType::kBF16)};
+inline constexpr OpFormats kMatmulAllToAllFormats{
+    kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
+    SetOf(DType::kF16, DType::kBF16)};
 inline std::string WhyNoKernel(const MatmulAllToAllParams& p, FormatSet machine = kWgmmaFormats,
                                Scales scales = Scales::kNone) {
   if (scales == Scales::kOfBlocks && !p.split_rows && p.n % kScaleBlock != 0) {
@@ -155,6 +156,12 @@ inline GemmChoice ChooseAllToAll(int world, int64_t rows, int64_t n, int64_t k, 
   const int64_t k_bytes = k * SizeOf(dtype);
   const TileCosts costs = Loading(kScatterCosts, k_bytes, n * SizeOf(dtype), transpose_rhs);
   return ChooseForShards(world, rows, n, k_bytes, machine, costs);
+}
+
+// What a choice from elsewhere becomes.
+inline GemmChoice Possible(const MatmulAllToAllParams& p, const GemmChoice& c, Scales scales) {
+  const GemmChoice whole = FitSplits(c, p.rows.Total(), p.k * SizeOf(p.dtype), /*most=*/1);
+  return ForFew(ForScales(whole, scales), p.dtype);
 }
 
 // Store warps that may send at a time; 0: all. All do if the tiles are one wave.

@@ -25,8 +25,7 @@ bool PlanMatmulAllToAll(CallReader& reader, const Machine& machine, Fields* plan
   if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine), scales), why_not)) return false;
   const GemmChoice wanted = call.given.value_or(
       ChooseAllToAll(p.rows.world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs));
-  const GemmChoice choice =
-      ForScales(FitSplits(wanted, p.rows.Total(), p.k * SizeOf(p.dtype), /*most=*/1), scales);
+  const GemmChoice choice = Possible(p, wanted, scales);
   *plan = ProductPlan{choice, AllToAllSenders(p, choice, machine),
                       CudaLayoutOf(p, choice).Workspace().TotalBytes()}
               .AsFields();
@@ -75,7 +74,7 @@ struct CallOnCuda : PlannedCall<kMatmulAllToAllId, LaunchMatmulAllToAll> {
     const std::string why = ReadOperands(a, this, x, w, scales, *y);
     if (!why.empty()) return why;
     return ReadPlan(a) && WhyNoKernel(p, kWgmmaFormats, arrays.scales).empty() &&
-                   plan.choice.splits == 1 && ForScales(plan.choice, arrays.scales) == plan.choice
+                   plan.choice == Possible(p, plan.choice, arrays.scales)
                ? ""
                : kNoKernel;
   }

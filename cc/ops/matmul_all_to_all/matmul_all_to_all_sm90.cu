@@ -6,7 +6,7 @@
 namespace jflux {
 namespace {
 
-struct Instances : MatmulAllToAllKernels {
+struct Instances : FewOfInt8<MatmulAllToAllKernels> {
   static constexpr OpFormats kFormats = kMatmulAllToAllFormats;
   static constexpr int kMostSplits = 1;
   static constexpr bool kMayLendStage = false;
@@ -36,6 +36,7 @@ bool LaunchMatmulAllToAll(const MatmulAllToAllParams& p, const MatmulAllToAllArr
   args.senders = plan.senders;
   args.split_rows = p.split_rows;
   args.concat_rows = p.concat_rows;
+  args.out_f16 = SizeOf(p.dtype) == 1 && p.out_dtype == DType::kF16;
   args.x_scale = arrays.x_scale;
   args.w_scale = arrays.w_scale;
   const int box_rows = BoxRows(r.PerRank());

@@ -48,17 +48,18 @@ struct MatmulAllToAllArgs {
   int32_t num_tiles;
   int32_t senders;  // store warps that send at a time; 0: all (gpu/send_semaphore.cuh)
   bool split_rows, concat_rows;
+  bool out_f16;  // of operands of 8 bits
   // Of operands of 8 bits: of x's rows and w's columns; or with an entry for each k-block, and of
   // blocks of columns (Scales).
   const float* x_scale;
   const float* w_scale;
+  __device__ bool IsFloat16() const { return out_f16; }
 };
 
 template <typename Config_>
 struct MatmulAllToAllSm90 {
   using Config = Config_;
   using Args = MatmulAllToAllArgs;
-  using T = typename Config::Result;
   using Box = Staged<Config::kTileN>;
   using BoxBuffers = jflux::BoxBuffers<Config>;
 
@@ -198,7 +199,7 @@ struct MatmulAllToAllSm90 {
   struct Epilogue : EveryM64 {
     template <typename AwaitPartials>
     static __device__ void Finish(const Args& args, const CallContext&,
-                                  StagingWriter<Config>& staging, Accumulators<Config>& acc,
+                                  StagingWriter<Config>& staging, Slices<Config>& acc,
                                   int32_t row_block, Tile tile, AwaitPartials&&) {
       const int32_t m = ShardTileOf(args, row_block, tile.n).m;
       if constexpr (Config::kScaled) {
@@ -215,7 +216,7 @@ struct MatmulAllToAllSm90 {
 #pragma unroll
       for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
         if (!HasRows(args, m, staging.M64At(i))) continue;
-        StageM64<T, Config::kTileN>(acc[i], staging.Acquire());
+        StageResults<Config, Config::kTileN>(acc[i], staging.Acquire(), args);
         staging.Publish();
       }
     }

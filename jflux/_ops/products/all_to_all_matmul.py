@@ -136,8 +136,8 @@ def all_to_all_matmul(
     ``"jflux_exchanged"`` so that a `jax.checkpoint` policy can choose to exchange it again.
 
     Args:
-      x: [..., rows, columns]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16
-        (GPU). Other types take the reference.
+      x: [..., rows, columns]; float16, bfloat16, float32 or float64 (CPU), float16, bfloat16,
+        float8_e4m3fn, float8_e5m2 or int8 (GPU). Other types take the reference.
       w: [k, n], or [n, k] with `transpose_rhs`; of x's type. k is the columns of the exchanged x.
       axis_name: a mesh axis, or a tuple of them (the first one major).
       split_axis: the dimension of x that N divides: shard r goes to rank r.

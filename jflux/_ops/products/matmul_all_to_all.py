@@ -93,8 +93,8 @@ def matmul_all_to_all(
     exchanged dy is multiplied with x for dw.
 
     Args:
-      x: [..., rows, k]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16 (GPU).
-        Other types take the reference.
+      x: [..., rows, k]; float16, bfloat16, float32 or float64 (CPU), float16, bfloat16,
+        float8_e4m3fn, float8_e5m2 or int8 (GPU). Other types take the reference.
       w: [k, n], or [n, k] with `transpose_rhs`; of x's type.
       axis_name: a mesh axis, or a tuple of them (the first one major).
       split_axis: the dimension of the product ``x @ w`` that N divides: piece r goes to rank r.

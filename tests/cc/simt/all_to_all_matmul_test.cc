@@ -55,7 +55,7 @@ int64_t Run(const Case& c, uint32_t seed) {
 }
 
 constexpr DType kBF16 = DType::kBF16, kF16 = DType::kF16;
-constexpr DType kE4M3 = DType::kF8E4M3FN;
+constexpr DType kE4M3 = DType::kF8E4M3FN, kS8 = DType::kS8;
 constexpr Scales kOfSums = Scales::kOfSums, kOfBlocks = Scales::kOfBlocks;
 constexpr TestHooks kLate{0, /*max_delay_us=*/30};
 
@@ -72,12 +72,14 @@ const Case kCases[] = {
     {ParamsOf({8, 1, 20}, 72, 72, kBF16, kBF16, 1, false, true), {128, 2, 1}, 2, kLate},
     {ParamsOf({8, 1, 20}, 72, 72, kBF16, kBF16, 2, false, false), {128, 1, 0}, 3},
     // 8 bits.
-    {ParamsOf({2, 1, 60}, 144, 208, kE4M3, kBF16, 3, true, true), {192, 1, 1}, 2, kLate, kOfSums},
+    {ParamsOf({2, 1, 60}, 144, 208, kE4M3, kF16, 3, true, true), {192, 1, 1}, 2, kLate, kOfSums},
     {ParamsOf({3, 1, 70}, 80, 144, kE4M3, kBF16, 2, true, false), {224, 2, 1}, 1, {}, kOfSums},
-    {ParamsOf({2, 1, 60}, 144, 208, kE4M3, kBF16, 3, true, false), {192, 1, 1}, 2, {}, kOfBlocks},
+    {ParamsOf({2, 1, 60}, 144, 208, kE4M3, kF16, 3, true, false), {192, 1, 1}, 2, {}, kOfBlocks},
     {ParamsOf({3, 1, 70}, 128, 144, kE4M3, kBF16, 1, true, true), {128, 2, 1}, 1, kLate, kOfBlocks},
     {ParamsOf({2, 1, 100}, 256, 272, kE4M3, kBF16, 0, true, false), {192, 2, 1}, 2, {}, kOfBlocks},
     {ParamsOf({2, 1, 70}, 80, 144, kE4M3, kBF16, 1, true, true), {128, 1, 2}, 2},
+    {ParamsOf({2, 1, 140}, 144, 208, kS8, kF16, 3, true, true), {192, 2, 1}, 2, kLate, kOfSums},
+    {ParamsOf({3, 1, 70}, 80, 144, kS8, kBF16, 0, true, false), {128, 1, 2}, 1, {}, kOfSums},
 };
 
 TEST(ExchangesAndMultiplies) {

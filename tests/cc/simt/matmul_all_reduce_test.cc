@@ -24,11 +24,11 @@ struct Case {
   int32_t senders = 0;  // 0: all
   TestHooks hooks = {};
   Scales scales = Scales::kNone;
-  bool rolls_scales = false;  // a fault: the kernel gets those of the neighbours
+  bool rolls_scales = false;       // a fault: the kernel gets those of the neighbours
+  DType of_narrow = DType::kBF16;  // results of operands of 8 bits
 
-  // Operands of 8 bits give bfloat16.
   DType DTypeOfW() const { return dtype == DType::kF8E5M2 ? DType::kF8E4M3FN : dtype; }
-  DType OutDType() const { return SizeOf(dtype) == 1 ? DType::kBF16 : dtype; }
+  DType OutDType() const { return SizeOf(dtype) == 1 ? of_narrow : dtype; }
 };
 
 class DeviceCall : public MatmulAllReduceCall {
@@ -75,7 +75,7 @@ int64_t Run(const Case& c, uint32_t seed) {
 }
 
 constexpr DType kBF16 = DType::kBF16, kF16 = DType::kF16;
-constexpr DType kE4M3 = DType::kF8E4M3FN, kE5M2 = DType::kF8E5M2;
+constexpr DType kE4M3 = DType::kF8E4M3FN, kE5M2 = DType::kF8E5M2, kS8 = DType::kS8;
 constexpr Scales kOfSums = Scales::kOfSums, kOfBlocks = Scales::kOfBlocks;
 constexpr TestHooks kLate{0, /*max_delay_us=*/100};
 
@@ -92,15 +92,19 @@ const Case kCases[] = {
     {{5, 1, 128}, 72, 136, kBF16, false, false, {128, 1, 1}, /*senders=*/1, kLate},
     {{8, 1, 128}, 72, 72, kF16, true, false, {128, 2, 0}, 0, kLate},
     // 8 bits: few rows, whole row blocks.
-    {{2, 1, 12}, 400, 272, kE4M3, true, true, {128, 1, 1, 2}, 0, kLate, kOfSums},
+    {{2, 1, 12}, 400, 272, kE4M3, true, true, {128, 1, 1, 2}, 0, kLate, kOfSums, false, kF16},
     {{2, 1, 60}, 272, 272, kE5M2, true, false, {128, 1, 1}, 0, {}, kOfSums},
-    {{2, 1, 60}, 272, 400, kE4M3, true, true, {128, 1, 1}, 0, kLate, kOfBlocks},
+    {{2, 1, 60}, 272, 400, kE4M3, true, true, {128, 1, 1}, 0, kLate, kOfBlocks, false, kF16},
     {{2, 1, 20}, 400, 144, kE4M3, true, false, {128, 1, 1}, 0, {}, kOfBlocks},
-    {{2, 1, 128}, 144, 208, kE4M3, true, true, {192, 1, 1}, 0, {}, kOfSums},
+    {{2, 1, 128}, 144, 208, kE4M3, true, true, {192, 1, 1}, 0, {}, kOfSums, false, kF16},
     {{2, 1, 256}, 144, 240, kE5M2, true, false, {224, 2, 1}, 0, kLate, kOfSums},
     {{2, 1, 128}, 272, 272, kE4M3, true, true, {192, 1, 1}, /*senders=*/1, kLate, kOfBlocks},
     {{3, 1, 128}, 144, 144, kE4M3, true, false, {128, 2, 0}, 0, {}, kOfBlocks},
     {{3, 1, 128}, 80, 144, kE4M3, true, false, {128, 1, 1}},
+    {{2, 1, 12}, 400, 272, kS8, true, true, {128, 1, 1, 2}, 0, kLate, kOfSums},
+    {{2, 1, 60}, 272, 272, kS8, true, false, {128, 1, 1}, 0, {}, kOfSums, false, kF16},
+    {{2, 1, 256}, 272, 400, kS8, true, true, {192, 2, 1}, 0, kLate, kOfSums},
+    {{3, 1, 128}, 144, 144, kS8, true, false, {128, 1, 1}},
 };
 
 TEST(MultipliesAndReduces) {

@@ -53,7 +53,7 @@ int64_t Run(const Case& c, uint32_t seed) {
 }
 
 constexpr DType kBF16 = DType::kBF16, kF16 = DType::kF16;
-constexpr DType kE4M3 = DType::kF8E4M3FN, kE5M2 = DType::kF8E5M2;
+constexpr DType kE4M3 = DType::kF8E4M3FN, kE5M2 = DType::kF8E5M2, kS8 = DType::kS8;
 constexpr Scales kOfSums = Scales::kOfSums, kOfBlocks = Scales::kOfBlocks;
 constexpr TestHooks kLate{0, /*max_delay_us=*/30};
 
@@ -69,13 +69,15 @@ const Case kCases[] = {
     {{{8, 1, 20}, 72, 72, kBF16, kBF16, false, true, false}, {128, 2, 1}, /*senders=*/2, kLate},
     {{{8, 1, 20}, 72, 72, kBF16, kBF16, false, false, false}, {128, 1, 0}},
     // 8 bits.
-    {{{2, 1, 60}, 144, 208, kE4M3, kBF16, true, true, false}, {192, 1, 1}, 0, {}, kOfSums},
+    {{{2, 1, 60}, 144, 208, kE4M3, kF16, true, true, false}, {192, 1, 1}, 0, {}, kOfSums},
     {{{3, 1, 70}, 80, 144, kE5M2, kBF16, true, false, true, kE4M3}, {128, 1, 2}, 0, kLate, kOfSums},
     {{{2, 2, 128}, 80, 240, kE4M3, kBF16, true, true, true}, {224, 2, 1}, 0, {}, kOfSums},
     {{{2, 1, 60}, 272, 208, kE4M3, kBF16, true, true, false}, {192, 1, 1}, 0, kLate, kOfBlocks},
     {{{2, 1, 100}, 272, 128, kE4M3, kBF16, true, false, true}, {160, 2, 1}, 0, {}, kOfBlocks},
     {{{2, 2, 128}, 144, 144, kE4M3, kBF16, true, true, true}, {128, 1, 1}, 1, {}, kOfBlocks},
     {{{3, 1, 70}, 80, 144, kE4M3, kBF16, true, false, false}, {128, 1, 2}},
+    {{{2, 1, 140}, 272, 208, kS8, kF16, true, true, false}, {192, 2, 1}, 0, kLate, kOfSums},
+    {{{3, 1, 70}, 80, 144, kS8, kBF16, true, false, true}, {128, 1, 2}, 0, {}, kOfSums},
 };
 
 TEST(MultipliesAndExchanges) {
