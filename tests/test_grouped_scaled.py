@@ -80,10 +80,16 @@ PAIRS = [(E4M3, E4M3), (E5M2, E4M3), (INT8, INT8)]
 
 
 @pytest.mark.parametrize(
-    ("scales", "dtypes"), [*((s, PAIRS[0]) for s in SCALES), ("row", PAIRS[1]), ("block", PAIRS[2])]
+    ("scales", "dtypes", "k"),
+    [
+        *((s, PAIRS[0], 272) for s in SCALES),
+        *((s, PAIRS[1], 272) for s in ("row", "block")),
+        *(("row", PAIRS[2], k) for k in (272, 51)),
+        ("block", PAIRS[2], 272),
+    ],
 )
-def test_equals_its_definition(scales, dtypes):
-    x, w = drawn(scales, dtypes=dtypes)
+def test_equals_its_definition(scales, dtypes, k):
+    x, w = drawn(scales, k, dtypes=dtypes)
     kept = np.arange(ROWS)[:, None] < sum(SIZES)
     wide = np.where(kept, exact(x), 0), exact(w)
     want, terms = grouped(*wide), grouped(*map(np.abs, wide))
@@ -208,11 +214,19 @@ def test_gpus_take_the_kernels(lowered_without_gpus, monkeypatch):
     monkeypatch.setattr(_native.lib, "built_with_cuda", lambda: True)
     monkeypatch.setattr(gpu_code, "arch_here", lambda: gpu_code.HOPPER)
     s = jnp.array(SIZES)
-    for scales, number, attributes in (("row", 1, (256, 2)), ("block", 2, (192, 2))):
-        x, w = drawn(scales)
+    for scales, number, attributes, dtypes, types in (
+        ("row", 1, (256, 2), PAIRS[0], ("f8E4M3FN", "bf16")),
+        ("row", 1, (128, 1), PAIRS[2], ("i8", "f16")),
+        ("block", 2, (192, 2), PAIRS[1], ("f8E4M3FN", "f16")),
+        ("block", 2, (192, 2), PAIRS[0], ("f8E4M3FN", "bf16")),
+    ):
+        x, w = drawn(scales, dtypes=dtypes)
         choice = tuning_tables.Choice(*attributes, 8, 1)
+        out = jnp.float16 if types[1] == "f16" else None
         for transpose_rhs in (True, False):
-            call = functools.partial(jflux.grouped_matmul, transpose_rhs=transpose_rhs)
+            call = functools.partial(
+                jflux.grouped_matmul, transpose_rhs=transpose_rhs, preferred_element_type=out
+            )
             with tuning_tables.force(choice):
                 (found,), text = lowered_without_gpus(call, x, w if transpose_rhs else w.T, s)
             assert found.op == "grouped_matmul" and found.plan.path == "fused"
@@ -220,16 +234,15 @@ def test_gpus_take_the_kernels(lowered_without_gpus, monkeypatch):
             (line,) = (a for a in text.splitlines() if "@jflux_grouped_matmul_scaled(" in a)
             assert f"scales = {number}" in line and "transpose_rhs = true" in line
             assert f"tile = dense<[{attributes[0]}, {attributes[1]}]>" in line
-            assert "tensor<4x144x272xf8E4M3FN>" in line and "tensor<100x144xbf16>" in line
+            assert f"tensor<4x144x272x{types[0]}>" in line and f"tensor<100x144x{types[1]}>" in line
     with jflux.config(unchecked_kernels=False):
         (found, *_), text = lowered_without_gpus(call, x, w.T, s)
     assert "unchecked_kernels=True" in found.plan.reason and found.plan.path == "decomposed"
     assert "jflux_grouped_matmul_scaled" not in text and "@jflux_grouped_matmul(" in text
     for why, (x, w) in {
         "only for 128 columns each": drawn("vector"),
-        "of float8_e4m3fn, x is float8_e5m2": drawn("block", dtypes=PAIRS[1]),
+        "of 8-bit floats, x is int8": drawn("block", dtypes=PAIRS[2]),
         r"k and n are \(136, 272\), the kernel takes multiples of 16": drawn("row", n=136),
-        "operands are int8": drawn("row", dtypes=PAIRS[2]),
     }.items():
         call = functools.partial(jflux.grouped_matmul, transpose_rhs=True)
         (found, *_), _ = lowered_without_gpus(call, x, w, s)

@@ -463,14 +463,20 @@ def _dot(x: jax.Array, w: jax.Array, dimensions: Any, precision: lax.PrecisionLi
 def whole_sums(x: jax.Array, w: jax.Array, dimensions: Any) -> jax.Array:
     """The product of int8 by int8 over one dimension of each, in int32."""
     ((x_axis,), (w_axis,)), _ = dimensions
-    # On GPUs XLA's product adds the last k % 4 terms several times (jaxlib 0.11.2, k < 64).
-    short = -x.shape[x_axis] % 4
-    if short:
-        x, w = (
-            jnp.pad(a, [(0, short if i == axis else 0) for i in range(a.ndim)])
-            for a, axis in ((x, x_axis), (w, w_axis))
-        )
+    x, w = in_fours(x, w, x_axis, w_axis)
     return dot_general(x, w, dimensions, preferred_element_type=jnp.int32)
+
+
+def in_fours(x: jax.Array, w: jax.Array, x_axis: int, w_axis: int) -> Sequence[jax.Array]:
+    """Operands of int8 whose k, their axes of these numbers, is padded to a multiple of four. On
+    GPUs XLA's product adds the last k % 4 terms several times (jaxlib 0.11.2, k < 64)."""
+    short = -x.shape[x_axis] % 4
+    if short == 0:
+        return x, w
+    return [
+        jnp.pad(a, [(0, short if i == axis else 0) for i in range(a.ndim)])
+        for a, axis in ((x, x_axis), (w, w_axis))
+    ]
 
 
 # ---- Collectives ---------------------------------------------------------------------------------

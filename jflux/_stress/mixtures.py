@@ -144,8 +144,11 @@ def scaled_groups(rng: random.Random, place: Place) -> Case:
     rows, groups = rng.choice([1, 40, 130, 300]), rng.choice([1, 3, 8])
     k, n = rng.choice([144, 272, 520, 1040]), rng.choice([16, 144, 272, 528])
     by_block, gated = rng.random() < 0.5, rng.random() < 0.4
-    of_x = jnp.float8_e4m3fn if by_block else rng.choice([jnp.float8_e4m3fn, jnp.float8_e5m2])
+    of_x = rng.choice(_scaled.TYPES[: 2 if by_block else 3])
+    of_w = jnp.int8 if of_x == jnp.int8 else jnp.float8_e4m3fn
     out, transpose_rhs = rng.choice([jnp.bfloat16, jnp.float32]), rng.random() < 0.7
+    if of_x != jnp.int8 and not gated and rng.random() < 0.3:  # float16 holds no larger sums
+        out = jnp.float16
     blocks_of = [-(-k // _scaled.BLOCK), -(-n // _scaled.BLOCK)] if by_block else [1, n]
 
     def body(x: Any, x_scale: Any, sizes: Any, *weights: Any) -> Any:
@@ -165,10 +168,10 @@ def scaled_groups(rng: random.Random, place: Place) -> Case:
         ends = np.sort(draws.integers(0, rows + 1, (*lead, groups)), -1).astype(np.int32)
         sizes = np.diff(ends, axis=-1, prepend=0)
         x = calls.normal(seed, (*lead, rows, k), of_x)
-        x[np.arange(rows) >= ends[..., -1:]] = np.nan
         x_scale, weights = scale_of(rows, blocks_of[0]), []
+        (x_scale if of_x == jnp.int8 else x)[np.arange(rows) >= ends[..., -1:]] = np.nan
         for i in range(1 + gated):
-            w = calls.normal(seed + 1 + i, (*lead, groups, n, k), jnp.float8_e4m3fn)
+            w = calls.normal(seed + 1 + i, (*lead, groups, n, k), of_w)
             weights += [w, scale_of(groups, *blocks_of[::-1])]
 
         def exact(i: int, size: Any) -> np.ndarray:
@@ -188,7 +191,8 @@ def scaled_groups(rng: random.Random, place: Place) -> Case:
             want = np.maximum(want, 0) * exact(1, lambda a: a)
             scale = 2 * scale * exact(1, abs)
         # Tensor cores keep fewer bits of sums of 8-bit floats than float32 has.
-        dtype = np.dtype(jnp.bfloat16 if place.platform == "cuda" else out)
+        holds = of_x == jnp.int8 or out != jnp.float32 or place.platform == "cpu"
+        dtype = np.dtype(out if holds else jnp.bfloat16)
         return (x, x_scale, sizes, *weights), [Output(want, scale, dtype, k)]
 
     return place.case(

@@ -55,6 +55,7 @@ static_assert(sizeof(GroupedMatmulArgs) <= 4096);
 // The same, of operands with scales (GroupedMatmulArrays).
 struct GroupedMatmulScaledArgs : GroupedMatmulArgs {
   const float *x_scale, *w_scale[2];
+  bool out_f16;
 };
 static_assert(sizeof(GroupedMatmulScaledArgs) <= 4096);
 
@@ -210,6 +211,10 @@ struct GroupedMatmulSm90 {
       __device__ int64_t RowAt(int r, int64_t n) const { return r < rows ? (row0 + r) * n : -1; }
       __device__ const Place& Path() const { return *this; }
       __device__ bool IsFloat32() const { return args.out_f32; }
+      __device__ bool IsFloat16() const {
+        if constexpr (Config::kNarrow) return args.out_f16;
+        return false;
+      }
       __device__ bool IsStoredByTma() const { return rows == 64; }
     };
     // By the scales of x's rows, and of the columns of a weight of the tile's group.

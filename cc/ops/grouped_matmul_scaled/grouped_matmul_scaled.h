@@ -12,8 +12,9 @@
 namespace jflux {
 
 inline constexpr OpId kGroupedMatmulScaledId{44};
-inline constexpr OpFormats kGroupedScaledFormats{SetOf(DType::kF8E4M3FN, DType::kF8E5M2),
-                                                 SetOf(DType::kBF16, DType::kF32)};
+inline constexpr OpFormats kGroupedScaledFormats{
+    SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
+    SetOf(DType::kF16, DType::kBF16, DType::kF32)};
 
 // Why no kernel takes the call, whose w is of another format perhaps; empty if one does.
 std::string WhyNoGroupedMatmulScaledKernel(const GroupedMatmulParams& params, DType w_dtype);

@@ -56,6 +56,7 @@ bool LaunchGroupedMatmulScaled(const GroupedMatmulParams& p, const GroupedMatmul
   args.groups = GroupedRowsOf(kGroupedMatmulScaledId, arrays.group_sizes, p.groups, p.m, device);
   args.row_scale = arrays.row_scale;
   args.x_scale = arrays.x_scale;
+  args.out_f16 = p.out_dtype == DType::kF16;
   for (int i = 0; i < p.Weights(); ++i) args.w_scale[i] = arrays.w_scale[i];
   LaunchGrouped<Kernels> launch{choice,          &args,  MostTilesOf(p, args.tiles),
                                 device.sm_count, stream, error};

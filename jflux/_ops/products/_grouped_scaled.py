@@ -120,12 +120,13 @@ def _unpack(operands: Sequence[Any], params: Params) -> tuple[Sequence[Any], Any
 
 def reference(arrays: Arrays, params: Params) -> list[jax.Array]:
     """The call as `lax.ragged_dot` of values; where scales have entries of k, of each block."""
-    numbers = lax.RaggedDotDimensionNumbers(
-        (((1,), (2 if params.transpose_rhs else 1,)), ((), ())), [0], [0]
-    )
+    k_of_w = 2 if params.transpose_rhs else 1
+    numbers = lax.RaggedDotDimensionNumbers((((1,), (k_of_w,)), ((), ())), [0], [0])
     wanted = jnp.int32 if arrays[0].dtype == jnp.int8 else jnp.float32
 
     def product(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        if x.dtype == jnp.int8:
+            x, w = _scaled.in_fours(x, w, 1, k_of_w)
         return _lax.ragged_dot_general(x, w, sizes, numbers, preferred_element_type=wanted)
 
     return _by_products(arrays, params, product)
@@ -206,13 +207,13 @@ def _shapes(arrays: Arrays, params: Params) -> list[ShapeDtype]:
 
 def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     plain, _, _ = _unpack(arrays, params)
-    x, (w, *_), sizes, _ = _grouped_primitives._unpack(plain, params)
+    x, ws, sizes, _ = _grouped_primitives._unpack(plain, params)
     if params.scales is Scales.OF_VECTORS:
         return f"the kernel takes blocks of {BLOCK} of k of w only for {BLOCK} columns each"
-    if params.scales.has_blocks and x.dtype != jnp.float8_e4m3fn:
-        return f"the kernel takes scales of blocks of float8_e4m3fn, x is {x.dtype}"
-    why = _product.kernel_takes(x, w, params.out_dtype, 1, platform, NAME)
-    return why or _grouped_primitives._why_not_sizes(w.shape[1:], x.dtype, sizes, platform)
+    if params.scales.has_blocks and (why := _scaled.why_no_blocks(x, *ws)):
+        return why
+    why = _product.kernel_takes(x, ws[0], params.out_dtype, 1, platform, NAME)
+    return why or _grouped_primitives._why_not_sizes(ws[0].shape[1:], x.dtype, sizes, platform)
 
 
 def _prepare(arrays: Arrays, params: Params) -> list[Any]:

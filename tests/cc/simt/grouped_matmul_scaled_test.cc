@@ -4,6 +4,7 @@
 
 #include <random>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "simt/machine.h"
@@ -15,7 +16,6 @@ namespace {
 
 using simt::Array;
 using simt::RandomArray;
-using W = __nv_fp8_e4m3;
 
 struct Case {
   int64_t m, k, n;
@@ -31,6 +31,7 @@ simt::Sum Relu(const simt::Sum& x) { return {x.value > 0 ? x.value : 0, x.size};
 // x of type T.
 template <typename T, typename Out>
 void Run(const Case& c, uint32_t seed) {
+  using W = std::conditional_t<std::is_same_v<T, int8_t>, int8_t, __nv_fp8_e4m3>;
   std::mt19937 random(seed);
   const auto groups = static_cast<int64_t>(c.groups.size());
   const int weights = c.gated ? 2 : 1;
@@ -74,7 +75,8 @@ void Run(const Case& c, uint32_t seed) {
     for (int64_t kb = 0; kb < k_blocks; ++kb) {
       simt::Sum sum;
       for (int64_t l = kb * k_size; l < Min(c.k, (kb + 1) * k_size); ++l) {
-        sum.Add(x[row * c.k + l] * w[i][(group * c.n + column) * c.k + l]);
+        const double term = x[row * c.k + l] * w[i][(group * c.n + column) * c.k + l];
+        std::is_same_v<T, int8_t> ? sum.AddWhole(term) : sum.Add(term);
       }
       const int64_t of_column = (group * n_blocks + column / n_size) * k_blocks + kb;
       sum = sum * simt::Sum(x_scale[row * k_blocks + kb] * w_scale[i][of_column]);
@@ -109,7 +111,8 @@ TEST(MultipliesAndScales) {
     for (int schedule = 0; schedule < simt::Schedules(1); ++schedule) {
       Run<__nv_fp8_e4m3, __nv_bfloat16>(c, seed++);
       Run<__nv_fp8_e4m3, float>(c, seed++);
-      if (c.scales == kOfSums) Run<__nv_fp8_e5m2, __nv_bfloat16>(c, seed++);
+      Run<__nv_fp8_e5m2, __half>(c, seed++);
+      if (c.scales == kOfSums) Run<int8_t, __nv_bfloat16>(c, seed++);
     }
   }
 }
