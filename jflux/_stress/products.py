@@ -131,14 +131,20 @@ def scaled(rng: random.Random, place: Place) -> Case:
     w = jnp.int8 if of_x == jnp.int8 else jnp.float8_e4m3fn
     if unchecked and of_x != jnp.int8 and rng.random() < 0.2:  # float16 does not hold int8's sums
         out = jnp.float16
+    n = rng.choice(N)
+    if op in ops[-2:] * unchecked:  # whose kernels give 16 bits, and shards of whole vectors
+        n += -n % (_scaled.BLOCK if by_block else 16)
+        out = jnp.bfloat16 if out == jnp.float32 else out
+    # Kernels of sums of floats do not take "highest", but for PROMOTED ones.
+    precision = rng.choice([None, None, "highest"])
     call = Call(
-        op, lead, k, rng.choice(N), rng.randrange(len(lead)), w, out,
+        op, lead, k, n, rng.randrange(len(lead)), w, out,
         transpose_rhs=rng.random() < 0.5, split=split, concat=concat,
     )  # fmt: skip
     f = call.bind(place.axis_name)
 
     def body(x: Any, x_scale: Any, w: Any, w_scale: Any) -> Any:
-        return f(jflux.Scaled(x, x_scale), jflux.Scaled(w, w_scale))
+        return f(jflux.Scaled(x, x_scale), jflux.Scaled(w, w_scale), precision=precision)
 
     def make(seed: int) -> Data:
         draws = np.random.default_rng(seed + 2)
@@ -165,7 +171,7 @@ def scaled(rng: random.Random, place: Place) -> Case:
 
     return place.case(
         call.op,
-        f"{call.op} {call} with scales {by_row=} {by_column=} {by_block=}, x of "
+        f"{call.op} {call} with scales {by_row=} {by_column=} {by_block=} {precision=}, x of "
         f"{of_x.name}, y of {np.dtype(out).name}",
         body,
         make,
@@ -227,10 +233,12 @@ def large_sum(rng: random.Random, place: Place) -> Case:
     k = rng.choice([8, 13] if slow else [64, 136, 392])
     has_scales = not slow and plans.why_unchecked(False) is None and rng.random() < 0.5
     by_block = has_scales and rng.random() < 0.5
-    of_operands = dtype
+    of_x = of_w = dtype
     if has_scales:
-        dtype, of_operands = jnp.bfloat16, jnp.float8_e4m3fn
-        k = rng.choice([64, 400, 1040])
+        of_x, k = rng.choice(_scaled.TYPES[: 2 if by_block else 3]), rng.choice([64, 400, 1040])
+        is_whole = of_x == jnp.int8  # whose sums float16 does not hold
+        dtype = jnp.bfloat16 if is_whole else rng.choice(HALVES)
+        of_w = of_x if is_whole else jnp.float8_e4m3fn
     transpose_rhs, adds = rng.random() < 0.5, rng.random() < 0.5
     if world == 2 and rng.random() < 0.5:
         rows, n = rng.choice([32, 100, 128]), rng.choice([8200, 10248])
@@ -245,13 +253,14 @@ def large_sum(rng: random.Random, place: Place) -> Case:
         if scales:
             x, w = (jflux.Scaled(a, s) for a, s in zip((x, w), scales, strict=True))
         return jflux.matmul_all_reduce(
-            x, w, axis_name=place.axis_name, transpose_rhs=transpose_rhs, residual=residual
-        )
+            x, w, axis_name=place.axis_name, transpose_rhs=transpose_rhs, residual=residual,
+            preferred_element_type=dtype,
+        )  # fmt: skip
 
     def make(seed: int) -> Data:
         lead = place.mesh.devices.shape
-        x = calls.normal(seed, (*lead, rows, k), of_operands)
-        w = calls.normal(seed + 1, (*lead, k, n), of_operands)
+        x = calls.normal(seed, (*lead, rows, k), of_x)
+        w = calls.normal(seed + 1, (*lead, k, n), of_w)
         wide_x, wide_w, scales = x.astype(np.float32), w.astype(np.float32), []
         if has_scales:
             draws, size = np.random.default_rng(seed + 2), _scaled.BLOCK if by_block else 1
@@ -267,8 +276,9 @@ def large_sum(rng: random.Random, place: Place) -> Case:
 
     return place.case(
         "matmul_all_reduce",
-        f"matmul_all_reduce {rows} x {n} x {k} {transpose_rhs=} {np.dtype(of_operands).name}"
-        f"{f' with scales {by_block=}' if has_scales else ''}{' and a residual' if adds else ''}",
+        f"matmul_all_reduce {rows} x {n} x {k} {transpose_rhs=} {np.dtype(of_x).name}"
+        f"{f' with scales {by_block=}, y of {np.dtype(dtype).name}' if has_scales else ''}"
+        f"{' and a residual' if adds else ''}",
         body,
         make,
         is_xlas=world == 1,
