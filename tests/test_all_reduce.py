@@ -422,6 +422,87 @@ def test_flags_are_counted_with_a_residual_too():
     np.testing.assert_array_equal(y, [flags.sum() + 1])
 
 
+def _same_bits(got, want):
+    """Of two that are scaled, and NaNs are alike."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(*(np.asarray(one, np.float32) for one in (a, b)))
+
+
+def _quantised(x, quantize, **options):
+    """The normalised rows of each rank's x, quantised."""
+
+    def f(x):
+        norm = jflux.RMSNorm(jnp.ones(x.shape[-1]))
+        return jflux.all_reduce(x[0], axis_name="tp", norm=norm, quantize=quantize, **options)[1]
+
+    return jax.shard_map(f, mesh=make_mesh((RANKS,)), in_specs=P("tp"), out_specs=P())
+
+
+FORMATS = [
+    jflux.Format(dtype, (1, block), power)
+    for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
+    for block, power in ((-1, False), (128, True), (128, False))
+]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16], ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS[:2])
+def test_rows_are_quantised_in_the_kernel(algorithm, dtype):
+    """All bits of what quantising the normalised rows gives, of those that are no numbers too. The
+    last block of 128 is not full."""
+    x = normal(0, (RANKS, 2 * RANKS + 1, 304), dtype)
+    x[:, 0], x[:, 1, 3], x[:, 2, 200], x[:, 3, 150:] = 0, np.nan, np.inf, 0
+    x[:, -1] *= 100 * (np.arange(304) % 128 == 5)
+    normalised = run(jax.jit(_quantised(x, None, algorithm=algorithm)), x)
+
+    def every(x):
+        return [_quantised(x, one, algorithm=algorithm)(x) for one in FORMATS]
+
+    assert fused_calls(text := compiled_text(every, x)) == ["all_reduce"] * len(FORMATS)
+    assert "divide" not in text
+    for got, one in zip(jax.jit(every)(x), FORMATS, strict=True):
+        _same_bits(got, one.quantize(normalised))
+        assert got.scale.shape == (len(normalised), 1 if one.block[1] == -1 else 3)
+
+
+def test_quantised_after_the_kernel():
+    """Blocks of several rows, other types, more than the kernel normalises."""
+    e4m3 = functools.partial(jflux.Format, jnp.float8_e4m3fn)
+    for quantize, shape, dtype, algorithm in (
+        (e4m3((-1, -1)), (2, 5, 64), jnp.bfloat16, None),
+        (e4m3((128, 128)), (130, 160), jnp.bfloat16, None),
+        (e4m3((1, 128)), (5, 160), np.float32, "one_shot"),
+        (e4m3((1, -1)), (5, 160), jnp.bfloat16, "chunked"),
+        (e4m3((1, -1)), (5, 13), jnp.bfloat16, "one_shot"),
+    ):
+        x = normal(0, (RANKS, *shape), dtype)
+        normalised, got = (
+            run(jax.jit(_quantised(x, one, algorithm=algorithm)), x) for one in (None, quantize)
+        )
+        want = quantize.quantize(jnp.asarray(normalised))
+        assert got.scale.shape == want.scale.shape
+        spread = abs(want.dequantize()) / 8 + want.scale.max()  # XLA may normalise otherwise
+        assert (abs(got.dequantize() - want.dequantize()) <= spread).all()
+
+
+def test_transforms_of_quantised_rows():
+    x = normal(0, (RANKS, 3, 4, 256), jnp.bfloat16)
+    for quantize in (FORMATS[1], jflux.Format(jnp.int8, (-1, -1))):
+
+        def one(x, quantize=quantize):
+            return _quantised(x, quantize)(x)
+
+        want = [jax.jit(one)(x[:, i]) for i in range(3)]
+        want = jax.tree.map(lambda *all_of_them: np.stack(all_of_them), *want)
+        _same_bits(jax.jit(jax.vmap(one, in_axes=1))(x), want)
+        looped = jax.jit(lambda x, one=one: jax.lax.scan(lambda c, x: (c, one(x)), 0, x)[1])
+        _same_bits(looped(np.moveaxis(x, 1, 0)), want)
+        with pytest.raises(TypeError, match="no derivative.*stop_gradient"):
+            jax.grad(lambda x, one=one: one(x).scale.sum())(x[:, 0])
+        one(jax.lax.stop_gradient(x[:, 0]))
+
+
 def test_what_cannot_follow():
     mesh = make_mesh((RANKS,))
     x, residual, scale, _ = _after((4, 8), np.float32)
@@ -436,6 +517,9 @@ def test_what_cannot_follow():
     raises(ValueError, "residual has shape", residual=residual[:2])
     raises(ValueError, "has 8 elements, but.*shape \\(4,\\)", norm=jflux.RMSNorm(scale[:4]))
     raises(TypeError, "must be jflux.RMSNorm or jflux.LayerNorm, got str", norm="rms")
+    norm = jflux.RMSNorm(scale)
+    raises(TypeError, "quantize must be a jflux.Format, got str", norm=norm, quantize="float8")
+    raises(ValueError, "there is no norm", quantize=FORMATS[0])
     with pytest.raises(ValueError, match="the same on all ranks"):
         jax.shard_map(
             lambda x: jflux.all_reduce(x[0], axis_name="tp", residual=x[0]),

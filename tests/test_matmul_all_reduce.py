@@ -121,6 +121,34 @@ def test_what_follows(way, after):
         assert np.abs(g - w).max() <= 0.02 * np.abs(w).max() * RANKS
 
 
+@pytest.mark.parametrize("block", [(1, -1), (1, 128), (-1, -1)], ids=str)
+def test_rows_are_quantised(way, block):
+    """All bits of what quantising the normalised rows gives, of a batch of matrices, on each rank
+    and of global arrays, whose batch is split besides."""
+    x, w = normal(0, (4, 8, 32), jnp.bfloat16), normal(1, (32, 160), jnp.bfloat16)
+    mesh = make_mesh((2, RANKS // 2), ("dp", "tp"))
+    quantize = jflux.Format(jnp.float8_e4m3fn, block)
+
+    def f(quantize, x, w, **options):
+        return jflux.matmul_all_reduce(
+            x, w, axis_name="tp", norm=jflux.RMSNorm(jnp.ones(160)), quantize=quantize, **options
+        )[1]
+
+    specs = {"in_specs": (P("dp", None, "tp"), P("tp")), "out_specs": P("dp")}
+    for on_ranks in (False, True):
+        normalised, got = (
+            jax.jit(
+                jax.shard_map(functools.partial(f, one), mesh=mesh, **specs)
+                if on_ranks
+                else functools.partial(f, one, mesh=mesh, x_spec=P("dp"))
+            )(x, w)
+            for one in (None, quantize)
+        )
+        want = quantize.quantize(np.asarray(normalised))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(*(np.asarray(one, np.float32) for one in (a, b)))
+
+
 @pytest.mark.parametrize("transpose_rhs", [False, True])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_results_in_float32(way, dtype, transpose_rhs):

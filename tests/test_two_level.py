@@ -244,15 +244,19 @@ def test_all_reduce(on, monkeypatch, place, whole):
         y, normed = jflux.all_reduce(
             x.reshape(x.shape[lead:]), axis_name=axis, residual=residual, norm=norm
         )
+        _, scaled = jflux.all_reduce(
+            x.reshape(x.shape[lead:]), axis_name=axis, residual=residual, norm=norm,
+            quantize=jflux.Format(jnp.int8, (1, -1), power_of_two=False),
+        )  # fmt: skip
         alone = jflux.all_reduce(x.reshape(x.shape[lead:]), axis_name=axis)
-        return [a[None] for a in (alone, y, normed)]
+        return [a[None] for a in (alone, y, normed, scaled.dequantize())]
 
     specs = (P(*mesh.axis_names), P(), P())
     f = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(*others or [None]))
     found = jflux.explain(f, x, residual, scale)
     used = [c.plan.config["whole"] for c in found if c.plan.path == Path.TWO_LEVEL]
-    assert used == ([] if place is PLACES["8 x 1"] else [whole] * 2)
-    alone, y, normed = run(jax.jit(f), x, residual, scale)
+    assert used == ([] if place is PLACES["8 x 1"] else [whole] * 3)
+    alone, y, normed, scaled = run(jax.jit(f), x, residual, scale)
     for i, group in enumerate(groups_of(mesh, axis)):
         want = sum(x[at].astype(np.float64) for at in group)
         unit = float(jnp.finfo(jnp.bfloat16).eps)
@@ -263,6 +267,8 @@ def test_all_reduce(on, monkeypatch, place, whole):
         wide = y[i].astype(np.float64)
         wide *= scale / np.sqrt(np.mean(wide**2, -1, keepdims=True) + 1e-6)
         np.testing.assert_allclose(normed[i].astype(np.float64), wide, rtol=2 * unit, atol=1e-6)
+        wide = normed[i].astype(np.float64)
+        assert (abs(scaled[i] - wide) <= abs(wide).max(-1, keepdims=True) / 253).all()
 
 
 def test_all_ranks_have_the_same_sums(on, small_sums):

@@ -37,6 +37,9 @@ def products(x: jax.Array, w: jax.Array) -> None:
     norm = jflux.RMSNorm(jnp.ones(4))
     y = assert_type(jflux.matmul_all_reduce(x, w, axis_name="tp"), jax.Array)
     assert len(assert_type(jflux.matmul_all_reduce(x, w, axis_name="tp", norm=norm), Pair)) == 2
+    rows = jflux.Format(jnp.int8, (1, -1))
+    two = jflux.matmul_all_reduce(x, w, axis_name="tp", norm=norm, quantize=rows)
+    assert assert_type(two, tuple[jax.Array, jflux.Scaled])[1].dtype == jnp.int8
     w = jnp.ones((8, 4))
     y = jflux.all_to_all_matmul(x, w, axis_name="tp", split_axis=-2, concat_axis=-1)
     assert assert_type(y, jax.Array).shape == (2, 4)
@@ -53,6 +56,8 @@ def collectives(x: jax.Array, w: jax.Array) -> None:
     assert_type(jflux.all_reduce(tree, axis_name="tp"), dict[str, jax.Array])
     norm = jflux.LayerNorm(jnp.ones(4))
     assert len(assert_type(jflux.all_reduce(x, axis_name="tp", norm=norm), Pair)) == 2
+    two = jflux.all_reduce(x, axis_name="tp", norm=norm, quantize=jflux.Format(jnp.int8, (1, -1)))
+    assert assert_type(two, tuple[jax.Array, jflux.Scaled])[1].dtype == jnp.int8
 
 
 def layers(x: jax.Array, w: jax.Array) -> None:

@@ -1,4 +1,4 @@
-// The threads of all CTAs of a cluster, as one team that sums.
+// The threads of all CTAs of a cluster, as one team that sums and compares.
 #ifndef JFLUX_GPU_CLUSTER_TEAM_CUH_
 #define JFLUX_GPU_CLUSTER_TEAM_CUH_
 
@@ -17,32 +17,49 @@ class ClusterTeam {
   }
   __device__ __forceinline__ int threads() const { return kCtas * static_cast<int>(blockDim.x); }
 
+  // Threads that MaxOfLanes is over: those with consecutive numbers, a warp.
+  static constexpr int kLanes = 32;
+
   // Sum over all threads of the team; all call it. The order is fixed, so every thread and every
   // run gets the same bits. Whole warps, at most 32 per CTA.
   template <typename Wide>
   __device__ __forceinline__ Wide Sum(Wide v) const {
-    JFLUX_SHARED(Wide[32], warps);
-    JFLUX_SHARED(Wide[2][kCtas], ctas);
-    const auto cluster = ThisCluster();
+    const auto add = [](Wide a, Wide b) { return a + b; };
     for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(0xffffffff, v, d);
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = v;
-    __syncthreads();
-    if (threadIdx.x < kCtas) {
-      Wide sum = 0;
-      for (unsigned w = 0; w < blockDim.x / 32; ++w) sum += warps[w];
-      // Double-buffered: a CTA that has not reached this sum may still read the other half.
-      *cluster.map_shared_rank(&ctas[sums_ & 1][cta_], threadIdx.x) = sum;
-    }
-    cluster.sync();
-    Wide sum = 0;
-    for (int c = 0; c < kCtas; ++c) sum += ctas[sums_ & 1][c];
-    ++sums_;
-    return sum;
+    return OfWarps(v, add);
+  }
+  // The largest of all threads' v.
+  __device__ __forceinline__ uint32_t Max(uint32_t v) const {
+    return OfWarps(MaxOfLanes(v), [](uint32_t a, uint32_t b) { return a > b ? a : b; });
+  }
+  __device__ __forceinline__ uint32_t MaxOfLanes(uint32_t v) const {
+    return __reduce_max_sync(0xffffffff, v);
   }
 
  private:
+  // Combines what all warps have; a zero is as nothing.
+  template <typename T, typename Combine>
+  __device__ __forceinline__ T OfWarps(T v, Combine&& combine) const {
+    JFLUX_SHARED(T[32], warps);
+    JFLUX_SHARED(T[2][kCtas], ctas);
+    const auto cluster = ThisCluster();
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = v;
+    __syncthreads();
+    if (threadIdx.x < kCtas) {
+      T of_cta = 0;
+      for (unsigned w = 0; w < blockDim.x / 32; ++w) of_cta = combine(of_cta, warps[w]);
+      // Double-buffered: a CTA that has not reached this call may still read the other half.
+      *cluster.map_shared_rank(&ctas[calls_ & 1][cta_], threadIdx.x) = of_cta;
+    }
+    cluster.sync();
+    T all = 0;
+    for (int c = 0; c < kCtas; ++c) all = combine(all, ctas[calls_ & 1][c]);
+    ++calls_;
+    return all;
+  }
+
   int cta_;
-  mutable int sums_ = 0;
+  mutable int calls_ = 0;
 };
 
 }  // namespace jflux

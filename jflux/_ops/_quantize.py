@@ -129,7 +129,7 @@ def quantize(
     if len(block) != 2 or any(size not in (-1, 1, BLOCK) for size in block):
         raise ValueError(f"jflux.quantize: {block=} must be two of -1, 1 and {BLOCK}")
     if scale is not None:
-        given, wanted = jnp.shape(scale), _scale_shape(x.shape, block)
+        given, wanted = jnp.shape(scale), scale_shape(x.shape, block)
         if given != wanted:
             raise ValueError(
                 f"jflux.quantize: scale has shape {given}, of x {x.shape} in blocks {block} it is "
@@ -182,7 +182,8 @@ def _scale(x: jax.Array, dtype: np.dtype, block: tuple[int, int], power_of_two: 
     return jnp.where(magnitudes == 0, 1, scale)
 
 
-def _scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """Of the scale of an array of this shape."""
     counts = (1 if b == -1 else -(-size // b) for size, b in zip(shape[-2:], block, strict=True))
     return (*shape[:-2], *counts)
 
@@ -272,7 +273,7 @@ def _maxima(x: Any, params: Params) -> ShapeDtype:
     """The largest magnitudes of blocks, which the kernels keep there between two passes."""
     *stack, rows, columns = x.shape
     shapes = [(rows, columns), (columns, rows)][params.sides]
-    counts = (math.prod(_scale_shape(shape, params.block)) for shape in shapes)
+    counts = (math.prod(scale_shape(shape, params.block)) for shape in shapes)
     return (*stack, sum(counts)), np.dtype(np.uint32)
 
 
@@ -281,7 +282,7 @@ def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
     *stack, rows, columns = x.shape
     shapes: list[ShapeDtype] = []
     for shape in ((*stack, rows, columns), (*stack, columns, rows))[params.sides]:
-        scale = _scale_shape(shape, params.block)
+        scale = scale_shape(shape, params.block)
         shapes += [(shape, params.dtype), (scale, np.dtype(np.float32))]
     shapes += [((2,), np.dtype(np.int32))] * params.return_losses
     return shapes + [_maxima(x, params)] * params.has_maxima

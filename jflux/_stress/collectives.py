@@ -13,7 +13,9 @@ from jax import lax
 
 import jflux
 
-from .._ops import _norm
+from .. import testing
+from .._ops import _norm, _quantize
+from .._ops._scaled import TYPES
 from .._ops._spec import OpSpec, ops_with_checked_kernels
 from .._ops.collectives.all_reduce import ALGORITHMS
 from . import calls
@@ -82,7 +84,7 @@ def all_reduce(rng: random.Random, place: Place) -> Case:
 
 def norm(rng: random.Random, place: Place) -> Case:
     """A residual and a norm after an all_reduce, in its kernel where all goes to all at once, or
-    where two-shot is asked for."""
+    where two-shot is asked for. The rows may be quantised."""
     dtype = rng.choice(HALVES)
     rows, width = rng.choice([1, 3, 16, 33, 40]), rng.choice([64, 1000, 4096, 8192])
     algorithm = rng.choice([None, None, "one_shot", "two_shot"])
@@ -97,11 +99,17 @@ def norm(rng: random.Random, place: Place) -> Case:
         jflux.LayerNorm(scale, bias),
     ]
     after = rng.choice(norms)
+    quantize: Any = None
+    if rng.random() < 0.5:
+        block = rng.choice([(1, -1), (1, 128), (1, 128), (-1, -1)])
+        quantize = jflux.Format(rng.choice(TYPES), block, rng.random() < 0.5)
 
     def body(x: Any) -> Any:
-        return jflux.all_reduce(
-            x, axis_name=place.axis_name, residual=residual, norm=after, algorithm=algorithm
-        )[1]
+        normalised = jflux.all_reduce(
+            x, axis_name=place.axis_name, residual=residual, norm=after, quantize=quantize,
+            algorithm=algorithm,
+        )[1]  # fmt: skip
+        return normalised if quantize is None else normalised.dequantize(dtype)
 
     def make(seed: int) -> Data:
         x = calls.normal(seed, (*place.mesh.devices.shape, rows, width), dtype)
@@ -112,16 +120,32 @@ def norm(rng: random.Random, place: Place) -> Case:
             sizes = sizes + np.mean(sizes, -1, keepdims=True)
         over = scale / np.sqrt(np.mean(sums**2, -1, keepdims=True) + 1e-6)
         added: Any = after.factors[1] if len(after.factors) > 1 else 0.0
-        want = Output(sums * over + added, sizes * abs(over) + abs(added), dtype, place.world, True)
-        return (x,), [want]
+        want, sizes = sums * over + added, sizes * abs(over) + abs(added)
+        if quantize is not None:
+            sizes = sizes + _steps(want, quantize) / testing.tolerance(dtype, place.world)
+        return (x,), [Output(want, sizes, dtype, place.world, True)]
 
     return place.case(
         "all_reduce",
-        f"all_reduce and {after.name} norm {algorithm} {rows} x {width} {np.dtype(dtype).name}",
+        f"all_reduce and {after.name} norm {algorithm} {rows} x {width} {np.dtype(dtype).name}"
+        f"{f' as {quantize}' if quantize else ''}",
         body,
         make,
         is_xlas=place.world == 1,
+        has_gradient=quantize is None,
     )
+
+
+def _steps(want: np.ndarray, quantize: jflux.Format) -> np.ndarray:
+    """The steps between the values around `want`, as it is quantised: rounding costs a half."""
+    relative, least = 0.0, 1.0
+    if jnp.issubdtype(quantize.dtype, jnp.floating):
+        of_type = jnp.finfo(quantize.dtype)
+        relative, least = float(of_type.eps), float(of_type.smallest_subnormal)
+    of_row = quantize.block[0] == 1
+    largest = np.max(abs(want), -1 if of_row else (-2, -1), keepdims=True)
+    scale = largest / _quantize.largest(np.dtype(quantize.dtype)) * (1 + quantize.power_of_two)
+    return abs(want) * relative + scale * least
 
 
 def there_and_back(rng: random.Random, place: Place, most: int = 20_000) -> Case:

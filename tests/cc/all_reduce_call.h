@@ -2,9 +2,11 @@
 #ifndef JFLUX_TESTS_CC_ALL_REDUCE_CALL_H_
 #define JFLUX_TESTS_CC_ALL_REDUCE_CALL_H_
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
+#include "core/quantize.h"
 #include "ops/all_reduce/all_reduce.h"
 #include "ranks.h"
 
@@ -50,26 +52,32 @@ class AllReduceCall : public AnyCall {
   std::vector<Array> x_, y_;
 };
 
-// With a norm: the sums are exact, the normalised rows are close to the definition.
+// With a norm: the sums are exact, the normalised rows are close to the definition, also where they
+// are quantised, as `quantized` says without its scale.
 class NormCall : public AllReduceCall {
  public:
-  NormCall(const AllReduceParams& p, bool wide_scale, bool bias, uint32_t seed)
+  NormCall(const AllReduceParams& p, bool wide_scale, bool bias, uint32_t seed,
+           const QuantizedRows* quantized = nullptr)
       : AllReduceCall(p, seed), wide_scale_(wide_scale), bias_(bias) {
+    if (quantized != nullptr) quantized_ = *quantized;
     const DType factors = wide_scale ? DType::kF32 : p.dtype;
     for (uint32_t i : {0, 1}) {
       values_[i] = RandomIntegers(p.width, 3, seed * 100 + 70 + i);
       factors_.emplace_back(factors, values_[i]);
     }
-    for (int rank = 0; rank < p.world; ++rank) normalised_.emplace_back(p.dtype, p.count);
+    for (int rank = 0; rank < p.world; ++rank) {
+      normalised_.emplace_back(quantized == nullptr ? p.dtype : quantized_.values, p.count);
+      scales_.emplace_back(quantized == nullptr ? 0 : p.RowCount() * quantized_.Blocks(p.width),
+                           NAN);
+    }
   }
   int64_t Wrong() const override {
     int64_t wrong = AllReduceCall::Wrong();
     const double relative = p_.dtype == DType::kBF16  ? 1. / 128
                             : p_.dtype == DType::kF16 ? 1. / 1024
                                                       : 1e-5;
-    for (const Array& array : normalised_) {
-      Values got(p_.count);
-      Convert(array.bytes.data(), p_.dtype, got.data(), DType::kF64, p_.count);
+    for (int rank = 0; rank < p_.world; ++rank) {
+      Values got = normalised_[rank].AsValues(), wants(p_.width), errors(p_.width);
       for (int64_t row = 0; row < p_.count; row += p_.width) {
         double mean = 0, squares = 0;
         for (int64_t i = 0; i < p_.width; ++i) mean += sum_[row + i] / p_.width;
@@ -81,8 +89,12 @@ class NormCall : public AllReduceCall {
         for (int64_t i = 0; i < p_.width; ++i) {
           const double scaled = (sum_[row + i] - mean) * factor * values_[0][i];
           const double want = scaled + (bias_ ? values_[1][i] : 0);
-          wrong += !(std::abs(got[row + i] - want) <=
-                     relative * (std::abs(scaled) + std::abs(want)) + 1e-5);
+          wants[i] = want;
+          errors[i] = relative * (std::abs(scaled) + std::abs(want)) + 1e-5;
+        }
+        if (!scales_[rank].empty()) wrong += Dequantize(rank, row, wants, &got, &errors);
+        for (int64_t i = 0; i < p_.width; ++i) {
+          wrong += !(std::abs(got[row + i] - wants[i]) <= errors[i]);
         }
       }
     }
@@ -96,11 +108,50 @@ class NormCall : public AllReduceCall {
     arrays.scale = factors_[0].bytes.data();
     if (bias_) arrays.bias = factors_[1].bytes.data();
     arrays.wide_scale = wide_scale_;
+    arrays.quantized = quantized_;
+    if (!scales_[rank].empty()) arrays.quantized.scale = scales_[rank].data();
     return arrays;
   }
 
  private:
+  // Multiplies the values of a row by their scales, adds what rounding may have cost to the errors,
+  // and returns how many scales are wrong. `row`: its first element.
+  int64_t Dequantize(int rank, int64_t row, const Values& wants, Values* got,
+                     Values* errors) const {
+    const DType values = quantized_.values;
+    const double largest = values == DType::kF8E4M3FN ? 448
+                           : values == DType::kF8E5M2 ? 57344
+                                                      : 127;
+    // Half of a step: of a value, and of the smallest ones.
+    const double step = values == DType::kF8E4M3FN ? 1. / 16
+                        : values == DType::kF8E5M2 ? 1. / 8
+                                                   : 0;
+    const double least = values == DType::kF8E4M3FN ? 1. / 1024
+                         : values == DType::kF8E5M2 ? 1. / 131072
+                                                    : 0.5;
+    const int64_t block = quantized_.block == -1 ? p_.width : quantized_.block;
+    int64_t wrong = 0;
+    for (int64_t first = 0; first < p_.width; first += block) {
+      const float scale =
+          scales_[rank][row / p_.width * quantized_.Blocks(p_.width) + first / block];
+      double most = 0, error = 0;
+      for (int64_t i = first; i < std::min(first + block, p_.width); ++i) {
+        most = std::max(most, std::abs(wants[i])), error = std::max(error, (*errors)[i]);
+        (*got)[row + i] *= scale;
+        (*errors)[i] += step * std::abs((*got)[row + i]) + least * scale;
+      }
+      int exponent;
+      const bool is_power = std::frexp(scale, &exponent) == 0.5;
+      const double times = quantized_.power_of_two ? 2 : 1;
+      wrong += !(scale * largest >= most - error && scale * largest <= times * (most + error)) ||
+               (quantized_.power_of_two && !is_power);
+    }
+    return wrong;
+  }
+
   bool wide_scale_, bias_;
+  QuantizedRows quantized_;
+  std::vector<std::vector<float>> scales_;
   Values values_[2];
   std::vector<Array> factors_, normalised_;
 };

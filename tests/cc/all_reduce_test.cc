@@ -188,6 +188,34 @@ TEST(RowsAreNormalised) {
   }
 }
 
+constexpr DType kValues[] = {DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8};
+
+// Rows of whole and of partial blocks.
+TEST(RowsAreQuantised) {
+  std::mt19937 random(8);
+  for (int world : {1, 2, 3}) {
+    for (AllReduceAlgorithm algorithm :
+         {AllReduceAlgorithm::kOneShot, AllReduceAlgorithm::kTwoShot}) {
+      std::vector<std::unique_ptr<NormCall>> calls;
+      for (DType values : kValues) {
+        for (int64_t width : {40, 128, 296}) {
+          AllReduceParams p{world, 3 * width, kDtypes[random() % 2], algorithm};
+          p.norm = random() % 2 == 0 ? Norm::kRms : Norm::kLayer;
+          p.width = width;
+          p.epsilon = 0.01;
+          QuantizedRows quantized;
+          quantized.values = values;
+          quantized.block = random() % 3 == 0 ? -1 : kQuantizedBlock;
+          quantized.power_of_two = random() % 2 == 0;
+          calls.push_back(std::make_unique<NormCall>(p, /*wide_scale=*/true, random() % 2 == 0,
+                                                     random() % 1000, &quantized));
+        }
+      }
+      ExpectRight(calls, PlainHeap(world, PacketLayout{PacketLayout::kMinHalfBytes}), RunOptions{});
+    }
+  }
+}
+
 TEST(WhichRowsFit) {
   AllReduceParams p{4, 6, DType::kBF16, AllReduceAlgorithm::kOneShot};
   p.width = 6;  // not a multiple of a unit

@@ -44,7 +44,7 @@ __host__ __device__ inline int64_t NormPlaces(const AllReduceParams& p, int ctas
   return CeilDiv<int64_t>(p.RowUnits(), ctas * threads) * threads;
 }
 
-template <typename T, int kCtas>
+template <typename T, int kCtas, bool kQuantizes>
 __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
     AllReduceNormKernel(const __grid_constant__ AllReduceArgs args) {
 #if JFLUX_HAS_CLUSTERS  // else the plan has no norm in the kernel
@@ -53,26 +53,36 @@ __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
   const ClusterTeam<kCtas> team;
   const auto threads = static_cast<int>(blockDim.x);
   const auto scratch = NormScratch<T>::In(memory, NormPlaces(args.params, kCtas, threads));
-  const AllReduceNormBody<T, ClusterTeam<kCtas>> body{args.params, args.arrays, cta.call, team,
-                                                      scratch,     threadIdx.x, threads};
+  const AllReduceNormBody<T, ClusterTeam<kCtas>, kQuantizes> body{
+      args.params, args.arrays, cta.call, team, scratch, threadIdx.x, threads};
   const bool ok = body.Run(cta.cluster_id, gridDim.x / kCtas);
   EndPackets<kCtas>(args.packets, cta, ok);
 #endif
 }
 
-// A type's kernels.
+// A type's kernels. `few` and `many` rows: by large and by small clusters; [1] quantises too, null
+// for types that it does not take.
 struct Kernels {
-  const void *direct, *butterfly, *chunked, *few_rows, *many_rows;
+  const void *direct, *butterfly, *chunked, *few[2], *many[2];
 };
+
+template <typename T, int kCtas>
+void FindNormKernels(const void* (&kernels)[2]) {
+  kernels[0] = reinterpret_cast<const void*>(&AllReduceNormKernel<T, kCtas, false>);
+  if constexpr (sizeof(T) == 2) {
+    kernels[1] = reinterpret_cast<const void*>(&AllReduceNormKernel<T, kCtas, true>);
+  }
+}
 
 Kernels KernelsOf(DType dtype) {
   return WithFormat(dtype, [](auto format) {
     using T = Number<format>;
-    return Kernels{reinterpret_cast<const void*>(&AllReduceKernel<AllReduceBody<T>>),
-                   reinterpret_cast<const void*>(&AllReduceKernel<ButterflyBody<T, 1>>),
-                   reinterpret_cast<const void*>(&AllReduceChunkedKernel<T>),
-                   reinterpret_cast<const void*>(&AllReduceNormKernel<T, kFewRowsCtas>),
-                   reinterpret_cast<const void*>(&AllReduceNormKernel<T, kManyRowsCtas>)};
+    Kernels kernels{reinterpret_cast<const void*>(&AllReduceKernel<AllReduceBody<T>>),
+                    reinterpret_cast<const void*>(&AllReduceKernel<ButterflyBody<T, 1>>),
+                    reinterpret_cast<const void*>(&AllReduceChunkedKernel<T>)};
+    FindNormKernels<T, kFewRowsCtas>(kernels.few);
+    FindNormKernels<T, kManyRowsCtas>(kernels.many);
+    return kernels;
   });
 }
 
@@ -83,17 +93,18 @@ struct Plan {
   int cluster, threads, smem_bytes;
 };
 
-Plan PlanFor(const AllReduceParams& p, bool bias, int sm_count) {
+Plan PlanFor(const AllReduceParams& p, const AllReduceArrays& arrays, int sm_count) {
   const Kernels kernels = KernelsOf(p.dtype);
   if (p.norm == Norm::kNone) {
     return Plan{IsButterfly(p.algorithm) ? kernels.butterfly : kernels.direct,
                 PacketCtas(p.Work(), kThreads, sm_count), 1, kThreads, 0};
   }
   const bool few = p.Work() * kFewRowsCtas <= kPacketCtasPerSm * sm_count;
+  const bool bias = arrays.bias != nullptr, quantizes = arrays.quantized.scale != nullptr;
   const int ctas = few ? kFewRowsCtas : kManyRowsCtas;
   const auto threads = static_cast<int>(
       Min<int64_t>(kThreads, RoundUp<int64_t>(CeilDiv<int64_t>(p.RowUnits(), ctas), 32)));
-  return Plan{few ? kernels.few_rows : kernels.many_rows,
+  return Plan{(few ? kernels.few : kernels.many)[quantizes],
               Min<int64_t>(p.Work(), kPacketCtasPerSm * sm_count / ctas), ctas, threads,
               static_cast<int>(p.NormBytes(NormPlaces(p, ctas, threads), bias))};
 }
@@ -109,15 +120,19 @@ bool LaunchChunked(const AllReduceParams& p, const AllReduceArrays& arrays, int6
                       kThreads, 0, stream, error);
 }
 
+bool LoadNormKernels(const void* const (&kernels)[2], std::string* error) {
+  return LoadKernel(kernels[0], kMostNormBytes, error) &&
+         (kernels[1] == nullptr || LoadKernel(kernels[1], kMostNormBytes, error));
+}
+
 }  // namespace
 
 bool LoadAllReduceKernels(std::string* error) {
   return ForFormats(kAllReduceFormats.operands, [&](DType dtype) {
     const Kernels kernels = KernelsOf(dtype);
     return LoadKernel(kernels.direct, 0, error) && LoadKernel(kernels.butterfly, 0, error) &&
-           LoadKernel(kernels.chunked, 0, error) &&
-           LoadKernel(kernels.few_rows, kMostNormBytes, error) &&
-           LoadKernel(kernels.many_rows, kMostNormBytes, error);
+           LoadKernel(kernels.chunked, 0, error) && LoadNormKernels(kernels.few, error) &&
+           LoadNormKernels(kernels.many, error);
   });
 }
 
@@ -127,7 +142,7 @@ bool LaunchAllReduce(const AllReduceParams& p, const AllReduceArrays& arrays, in
   if (p.algorithm == AllReduceAlgorithm::kChunked) {
     return LaunchChunked(p, arrays, site, device, view, stream, error);
   }
-  const Plan plan = PlanFor(p, arrays.bias != nullptr, device.sm_count);
+  const Plan plan = PlanFor(p, arrays, device.sm_count);
   AllReduceArgs args{};
   args.packets = PacketArgsFor(p, kAllReduceId, site, plan.clusters, device, view);
   args.params = p;

@@ -1,5 +1,5 @@
 // all_reduce: y = the sum of all ranks' x, of any shape, on every rank. Optionally adds a residual
-// to y and normalises y's rows.
+// to y, normalises y's rows, and quantises these.
 //
 // The call (Params), the algorithms, their workspace layouts, the CPU back end's body, and the CUDA
 // launcher. The bodies that CPU and GPU share: all_reduce_body.h (one-shot, two-shot and chunked),
@@ -187,6 +187,21 @@ struct AllReduceParams {
   }
 };
 
+// Blocks of a row that is quantised after a norm.
+inline constexpr int32_t kQuantizedBlock = 128;
+
+// How normalised rows, of 16 bits, are quantised (core/quantize.h), and where their scales go.
+struct QuantizedRows {
+  float* scale = nullptr;  // [rows, Blocks(width)]; null: rows are not quantised
+  DType values = DType::kF8E4M3FN;
+  int32_t block = -1;  // elements that share a scale: kQuantizedBlock, or -1 for all of a row
+  bool power_of_two = false;
+
+  JFLUX_HD int64_t Blocks(int64_t width) const {
+    return block == -1 ? 1 : CeilDiv<int64_t>(width, kQuantizedBlock);
+  }
+};
+
 struct AllReduceArrays {
   const void* x;
   void* y;  // as large as x; both 8-byte aligned
@@ -195,7 +210,8 @@ struct AllReduceArrays {
   void* normalised = nullptr;
   const void* scale = nullptr;
   const void* bias = nullptr;
-  bool wide_scale = false;  // scale and bias are float32, x is not
+  bool wide_scale = false;       // scale and bias are float32, x is not
+  QuantizedRows quantized = {};  // with a scale, `normalised` are values of 8 bits
 };
 
 // Above this size NCCL is as fast. Measured on two and four ranks (docs/experiments/0030), guessed

@@ -12,19 +12,31 @@ namespace {
 struct OneThread {
   int thread() const { return 0; }
   int threads() const { return 1; }
+  static constexpr int kLanes = 1;
   template <typename Wide>
   Wide Sum(Wide v) const {
     return v;
   }
+  uint32_t Max(uint32_t v) const { return v; }
+  uint32_t MaxOfLanes(uint32_t v) const { return v; }
 };
+
+template <typename T, bool kQuantizes>
+bool RunNorm(const AllReduceParams& p, const AllReduceArrays& arrays, const PacketCall& call) {
+  const int64_t units = p.RowUnits();
+  std::vector<uint64_t> memory(p.NormBytes(units, arrays.bias != nullptr) / sizeof(uint64_t));
+  const auto scratch = NormScratch<T>::In(memory.data(), units);
+  using Body = AllReduceNormBody<T, OneThread, kQuantizes>;
+  return Body{p, arrays, call, OneThread{}, scratch, 0, 1}.Run(0, 1);
+}
 
 template <typename T>
 bool Run(const AllReduceParams& p, const AllReduceArrays& arrays, const PacketCall& call) {
   if (p.norm != Norm::kNone) {
-    const int64_t units = p.RowUnits();
-    std::vector<uint64_t> memory(p.NormBytes(units, arrays.bias != nullptr) / sizeof(uint64_t));
-    const auto scratch = NormScratch<T>::In(memory.data(), units);
-    return AllReduceNormBody<T, OneThread>{p, arrays, call, OneThread{}, scratch, 0, 1}.Run(0, 1);
+    if constexpr (sizeof(T) == 2) {
+      if (arrays.quantized.scale != nullptr) return RunNorm<T, true>(p, arrays, call);
+    }
+    return RunNorm<T, false>(p, arrays, call);
   }
   if (IsButterfly(p.algorithm)) return ButterflyBody<T, 256>{p, arrays, call}.Run(0, 1);
   return AllReduceBody<T>{p, arrays, call}.Run(0, 1);

@@ -1,5 +1,6 @@
 // The plan and the FFI handlers of all_reduce.
 #include "core/layout.h"
+#include "core/quantize.h"
 #include "ops/all_reduce/all_reduce.h"
 #include "runtime/handlers.h"
 
@@ -39,16 +40,19 @@ struct Attributes {
   int64_t algorithm = 0, norm = 0;  // numbers of AllReduceAlgorithm and Norm
   double epsilon = 0;
   bool residual = false;
+  int64_t quantize_block = 0;  // QuantizedRows::block; 0: rows are not quantised
+  bool power_of_two = false;
 
   void Read(AttributeReader& read) {
     call.Read(read);
     read("algorithm", &algorithm)("epsilon", &epsilon)("norm", &norm)("residual", &residual);
+    read("quantize_block", &quantize_block)("power_of_two", &power_of_two);
   }
 };
 
 struct Call : CallOf<kAllReduceId, AllReduceCpu, LaunchAllReduce> {
   // Operands x, residual if there is one, and with a norm scale and perhaps bias; results y and,
-  // with a norm, the normalised.
+  // with a norm, the normalised, which have a scale if they are quantised.
   std::string Read(const Attributes& a, ffi::AnyBuffer x, ffi::RemainingArgs rest,
                    ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets results) {
     const auto dtype = DTypeOf(x.element_type());
@@ -72,18 +76,23 @@ struct Call : CallOf<kAllReduceId, AllReduceCpu, LaunchAllReduce> {
       if (!like_x(r)) return kDoNotFit;
       arrays.residual = r.untyped_data();
     }
+    const bool quantizes = a.quantize_block != 0;
     if (p.norm == Norm::kNone) {
-      if (rest.size() != next || results.size() != 0) return kDoNotFit;
+      if (quantizes || rest.size() != next || results.size() != 0) return kDoNotFit;
       return "";
     }
     if (x.dimensions().size() == 0 || !TakesNorm(p.algorithm)) return kDoNotFit;
     p.width = x.dimensions().back();
     p.epsilon = a.epsilon;
-    if (!p.FitsNorm() || rest.size() <= next || rest.size() > next + 2 || results.size() != 1) {
+    if (!p.FitsNorm() || rest.size() <= next || rest.size() > next + 2 ||
+        results.size() != size_t{1} + quantizes) {
       return kDoNotFit;
     }
     auto normalised = *results.get<ffi::AnyBuffer>(0);
-    if (!like_x(*normalised)) return kDoNotFit;
+    if (quantizes ? !ReadQuantized(a, *normalised, **results.get<ffi::AnyBuffer>(1))
+                  : !like_x(*normalised)) {
+      return kDoNotFit;
+    }
     arrays.normalised = normalised->untyped_data();
     const auto scale = *rest.get<ffi::AnyBuffer>(next);
     arrays.wide_scale = scale.element_type() != x.element_type();
@@ -97,6 +106,26 @@ struct Call : CallOf<kAllReduceId, AllReduceCpu, LaunchAllReduce> {
       (i == next ? arrays.scale : arrays.bias) = factors.untyped_data();
     }
     return "";
+  }
+  // Whether the results are values and scales of the rows.
+  bool ReadQuantized(const Attributes& a, const ffi::AnyBuffer& values,
+                     const ffi::AnyBuffer& scale) {
+    const auto dtype = DTypeOf(values.element_type(), kQuantizedFormats);
+    if (!dtype || p.ElementBytes() != 2 ||
+        (a.quantize_block != -1 && a.quantize_block != kQuantizedBlock)) {
+      return false;
+    }
+    QuantizedRows& q = arrays.quantized;
+    q.values = *dtype;
+    q.block = static_cast<int32_t>(a.quantize_block);
+    q.power_of_two = a.power_of_two;
+    if (static_cast<int64_t>(values.element_count()) != p.count ||
+        scale.element_type() != ffi::F32 ||
+        static_cast<int64_t>(scale.element_count()) != p.RowCount() * q.Blocks(p.width)) {
+      return false;
+    }
+    q.scale = static_cast<float*>(scale.untyped_data());
+    return true;
   }
   int64_t WorkspaceBytes() const { return p.WorkspaceBytes(); }
 };

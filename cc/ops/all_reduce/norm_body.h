@@ -4,6 +4,8 @@
 //   one-shot  each rank sums and normalises all rows
 //   two-shot  one rank of each row group sums a row and sends the sums; every rank normalises all
 //             rows
+//
+// A row is quantised as it is normalised, of what its type holds.
 #ifndef JFLUX_OPS_ALL_REDUCE_NORM_BODY_H_
 #define JFLUX_OPS_ALL_REDUCE_NORM_BODY_H_
 
@@ -11,6 +13,7 @@
 #include <cstdint>
 
 #include "core/packet_sum.h"
+#include "core/quantize.h"
 #include "core/units.h"
 #include "ops/all_reduce/all_reduce.h"
 
@@ -32,10 +35,12 @@ struct NormScratch {
   }
 };
 
-// Team: thread(), threads(), and Sum(v), a sum over its threads: all call it, all get the same
-// bits. A thread's entries are scratch_first and every scratch_step-th after it.
-template <typename T, typename Team>
+// Team: thread(), threads(), and Sum(v) and Max(v) over its threads: all call them, all get the
+// same bits. MaxOfLanes(v) is over kLanes threads with consecutive numbers, of which the first is a
+// multiple of kLanes. A thread's entries are scratch_first and every scratch_step-th after it.
+template <typename T, typename Team, bool kQuantizes>
 struct AllReduceNormBody {
+  static_assert(!kQuantizes || sizeof(T) == 2);
   using Wide = typename PayloadSum<T>::Wide;
   const AllReduceParams& p;
   const AllReduceArrays& arrays;
@@ -170,8 +175,64 @@ struct AllReduceNormBody {
         v.value[i] = (v.value[i] - mean) * factor * scratch.scale[entry].value[i];
       }
       if (arrays.bias != nullptr) v.Add(scratch.bias[entry]);
-      static_cast<UnitWord*>(arrays.normalised)[first + u] = v.Rounded();
+      const uint64_t rounded = v.Rounded();
+      if constexpr (kQuantizes) {
+        scratch.row[entry] = rounded;
+      } else {
+        static_cast<UnitWord*>(arrays.normalised)[first + u] = rounded;
+      }
     });
+    if constexpr (kQuantizes) Quantize(row);
+  }
+
+  // Quantises the row in scratch.row. Called by all threads of the team.
+  JFLUX_HD void Quantize(int64_t row) const {
+    const QuantizedRows& q = arrays.quantized;
+    const auto units = static_cast<int>(p.RowUnits());
+    const int thread = team.thread(), threads = team.threads();
+    const bool whole = q.block == -1;
+    // kLanes threads have a block of a part of a row: each as many units of it, one entry after the
+    // other.
+    constexpr int kUnits = kQuantizedBlock / PayloadSum<T>::kCount;
+    const int first = thread / Team::kLanes * Team::kLanes;
+    const int step = whole ? units : kUnits / Team::kLanes;
+    JFLUX_NO_UNROLL
+    for (int i = 0; whole ? i == 0 : first + i * threads < units; i += step) {
+      const auto for_own = [&](auto&& visit) {
+        int u = thread + i * threads;
+        for (int j = i; j < i + step && u < units; ++j, u += threads) {
+          visit(u, scratch.row[scratch_first + j * scratch_step]);
+        }
+      };
+      uint32_t most = 0;
+      for_own([&](int, uint64_t word) { most = Max(most, Largest(word)); });
+      most = whole ? team.Max(most) : team.MaxOfLanes(most);
+      // The same magnitude as bits of a float.
+      most = BitsOfFloat(T{static_cast<uint16_t>(most)});
+      const float scale = ScaleOfBlock(most, q.values, q.power_of_two);
+      if (thread == (whole ? 0 : first)) {
+        q.scale[row * q.Blocks(p.width) + (first + i * threads) / kUnits] = scale;
+      }
+      const int64_t row_first = row * units;
+      for_own([&](int u, uint64_t word) { StoreValues(row_first + u, word, scale); });
+    }
+  }
+  // The largest magnitude of a unit: bits of a T without the sign, whose order is the numbers'.
+  static JFLUX_HD uint32_t Largest(uint64_t word) {
+    uint32_t most = 0;
+    for (int i = 0; i < 4; ++i) {
+      most = Max(most, static_cast<uint32_t>(word >> (16 * i)) & 0x7fff);
+    }
+    return most;
+  }
+  // `unit`: of all rows.
+  JFLUX_HD void StoreValues(int64_t unit, uint64_t word, float scale) const {
+    const PayloadSum<T> v = PayloadSum<T>::Of(word);
+    uint32_t values = 0;
+    for (int i = PayloadSum<T>::kCount - 1; i >= 0; --i) {
+      values = values << 8 | QuantizedValue(v.value[i], scale, arrays.quantized.values);
+    }
+    static_cast<uint32_t __attribute__((may_alias))*>(arrays.normalised)[unit] = values;
   }
   // The sum of f(v) over this thread's elements of the row.
   template <typename F>

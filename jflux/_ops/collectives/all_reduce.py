@@ -23,6 +23,8 @@ from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from .. import _epilogue, _lax, _norm, _two_level, _two_level_plan
 from .._collective import Collective
+from .._recipe import Format
+from .._scaled import Scaled
 from .._spec import OpSpec
 from ..products import _product, _product_plan
 from . import _sum_epilogue, exchange
@@ -30,6 +32,8 @@ from ._sum_epilogue import SumEpilogue
 
 OP = "all_reduce"
 ALGORITHMS = _native.ALL_REDUCE_ALGORITHMS
+#: Whether the GPU kernels that quantise rows have passed all checks.
+QUANTIZES_CHECKED = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +64,21 @@ class Options(TypedDict, total=False):
 
 
 @overload
-def all_reduce(x: Tree, *, norm: None = ..., **options: Unpack[Options]) -> Tree: ...
+def all_reduce(
+    x: Tree, *, norm: None = ..., quantize: None = ..., **options: Unpack[Options]
+) -> Tree: ...
 @overload
 def all_reduce(
-    x: jax.Array, *, norm: _norm.Norm, **options: Unpack[Options]
+    x: jax.Array, *, norm: _norm.Norm, quantize: None = ..., **options: Unpack[Options]
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
-def all_reduce(x: Any, *, norm: _norm.Norm | None, **options: Unpack[Options]) -> Any: ...
+def all_reduce(
+    x: jax.Array, *, norm: _norm.Norm, quantize: Format, **options: Unpack[Options]
+) -> tuple[jax.Array, Scaled]: ...
+@overload
+def all_reduce(
+    x: Any, *, norm: _norm.Norm | None, quantize: Format | None = ..., **options: Unpack[Options]
+) -> Any: ...
 @meshes.axis_by_name
 def all_reduce(
     x: Any,
@@ -74,6 +86,7 @@ def all_reduce(
     axis_name: AxisName,
     residual: jax.Array | None = None,
     norm: _norm.Norm | None = None,
+    quantize: Format | None = None,
     algorithm: str | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Any:
@@ -101,6 +114,11 @@ def all_reduce(
       norm: a :class:`jflux.RMSNorm` or :class:`jflux.LayerNorm` of the sum's rows [..., width],
         whose scale and bias are [width], of any type. The kernel takes those of x's type or
         float32.
+      quantize: a :class:`jflux.Format`, by which the normalised rows, as x's type holds them, are
+        quantised: ``quantize.quantize(normalised)``, bit for bit, which the next product takes.
+        The kernel that normalises rows of 16 bits does it for a scale by row, or for each 128
+        elements (on GPUs with ``jflux.config(unchecked_kernels=True)``); else
+        :func:`jflux.quantize` follows. There is no derivative then.
       algorithm: "one_shot" (all data to all ranks: one latency), "two_shot" (a reduce-scatter and
         an all-gather: two latencies, fewer bytes), "half_butterfly" or "butterfly" (between pairs
         of ranks, for links that do not join all of them: log2(N) steps and log2(N) times the data,
@@ -112,12 +130,14 @@ def all_reduce(
         residual and norm need to be the same in a group only.
 
     Returns:
-      The sum, of x's shape and type; with `norm` a pair: the sum, and its rows normalised.
+      The sum, of x's shape and type; with `norm` a pair: the sum, and its rows normalised, with
+      `quantize` as a :class:`jflux.Scaled`.
 
     Raises:
       ValueError: for an unknown algorithm, a residual or a norm that does not fit, or groups that
         are none, when the call is traced.
-      TypeError: for a norm that is none, when the call is traced.
+      TypeError: for a norm or a format that is none, or a derivative with `quantize`, when the
+        call is traced.
       NameError: outside ``shard_map``.
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
         takes, or that finds no room in the symmetric heap.
@@ -134,23 +154,27 @@ def all_reduce(
         raise ValueError(
             f"jflux.all_reduce: {algorithm=} must be None or one of {', '.join(ALGORITHMS)}"
         )
-    if residual is not None or norm is not None:
+    if residual is not None or norm is not None or quantize is not None:
         x = jnp.asarray(x)
         x = x.astype(jnp.int32) if x.dtype == bool else x  # as lax.psum
-        _sum_epilogue.check(OP, x.shape, residual, norm)
+        _sum_epilogue.check(OP, x.shape, residual, norm, quantize)
+    if results := _sum_epilogue.quantized_after(
+        all_reduce, quantize, x, axis_name=axis_name, residual=residual, norm=norm,
+        algorithm=algorithm, axis_index_groups=axis_index_groups,
+    ):  # fmt: skip
+        return results
     if _product.is_for_lax(OP, axis_name, *jax.tree.leaves(x), residual):
         return reference(
-            x, axis_name=axis_name, residual=residual, norm=norm,
+            x, axis_name=axis_name, residual=residual, norm=norm, quantize=quantize,
             axis_index_groups=axis_index_groups,
         )  # fmt: skip
     names, world = meshes.ranks_of(axis_name, axis_index_groups)
     params = Params(axis_names=names, world=world, algorithm=algorithm)
     if residual is not None or norm is not None:
-        epilogue, added = _sum_epilogue.operands(OP, params.axis_names, residual, norm)
+        epilogue, added = _sum_epilogue.operands(OP, params.axis_names, residual, norm, quantize)
         _product.warn_if_same(OP, axis_name, "x", x)
         x, *added = _product.constant_if_whole(x.dtype, x, *added)
-        results = bind(dataclasses.replace(params, epilogue=epilogue), x, added)
-        return results[0] if norm is None else tuple(results)
+        return epilogue.of_call(bind(dataclasses.replace(params, epilogue=epilogue), x, added))
 
     def one(array: Any) -> jax.Array:
         array = jnp.asarray(array)
@@ -169,6 +193,7 @@ def reference(
     axis_name: AxisName,
     residual: jax.Array | None = None,
     norm: _norm.Norm | None = None,
+    quantize: Format | None = None,
     algorithm: str | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Any:
@@ -181,7 +206,8 @@ def reference(
         y = _epilogue.add(y, [residual])
     if norm is None:
         return y
-    return y, _norm.apply(norm.name, norm.epsilon, y, *norm.factors)
+    normalised = _norm.apply(norm.name, norm.epsilon, y, *norm.factors)
+    return y, normalised if quantize is None else quantize.quantize(normalised)
 
 
 def _sum(x: Any, axis_name: AxisName, axis_index_groups: Sequence[Sequence[int]] | None) -> Any:
@@ -202,17 +228,17 @@ def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
     (x, *added), (dx, *dadded) = primals, [none_if_zero(t) for t in tangents]
     results = bind(params, x, added)
     dy = None if dx is None else bind(params.without_epilogue(), dx)[0]
-    return results, _sum_epilogue.tangents(params.epilogue, results[0], dy, added, dadded)
+    return results, _sum_epilogue.tangents(OP, params.epilogue, results[0], dy, added, dadded)
 
 
 def bind(params: Params, x: jax.Array, added: Sequence[jax.Array] = ()) -> list[jax.Array]:
-    """The results of the primitive: the sum, and its normalised rows if there is a norm."""
+    """The results of the primitive: the sum, and its normalised rows if there is a norm, or values
+    and scale of these."""
     return _primitive.bind(x, *added, params=params)
 
 
 def _result(arrays: Arrays, params: Params) -> list[Any]:
-    x, *added = arrays
-    return [(x.shape, x.dtype)] * params.epilogue.results
+    return params.epilogue.shapes(arrays[0].shape, arrays[0].dtype)
 
 
 def _reference(arrays: Arrays, params: Params) -> list[Any]:
@@ -319,7 +345,8 @@ def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
 
 
 def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
-    """Leaves to XLA what the kernels do not add or normalise."""
+    """Leaves to XLA what the kernels do not add or normalise, and to `jflux.quantize` what they do
+    not quantise."""
     x, *added = arrays
     epilogue = params.epilogue
     chosen = _native_plan(x, params, machine, params.algorithm)
@@ -333,10 +360,21 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
         and (dtypes == {x.dtype} or dtypes == {np.dtype(np.float32)} and x.dtype != np.float64)
         and bool(chosen["fits_norm"])
     )
-    if takes_residual and takes_norm:
+    takes_quantize = epilogue.quantize is None or (
+        x.dtype.itemsize == 2 and not (machine.on_gpus and plans.why_unchecked(QUANTIZES_CHECKED))
+    )
+    if takes_residual and takes_norm and takes_quantize:
         return None
 
     def after_the_kernel(x: Any, *added: Any) -> list[Any]:
+        if takes_residual and takes_norm:
+            wide = dataclasses.replace(
+                params,
+                epilogue=dataclasses.replace(epilogue, quantize=None),
+                prepared="jflux.quantize follows it",
+            )
+            y, normalised = bind(wide, x, added)
+            return [y, *_sum_epilogue.quantized(epilogue, normalised)]
         summed = dataclasses.replace(
             params.without_epilogue(), prepared="XLA adds the residual and normalises after it"
         )
@@ -355,12 +393,14 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
 
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
-    x, *added = arrays
+    to = params.epilogue.quantize
     return {
         "algorithm": np.int64(plan.config["algorithm"]),
         "epsilon": np.float64(params.epilogue.epsilon),
         "norm": np.int64(_native.number_of(params.epilogue.norm, _native.NORMS)),
         "residual": params.epilogue.residual,
+        "quantize_block": np.int64(0 if to is None else to.block[1]),
+        "power_of_two": to is not None and to.power_of_two,
     }
 
 

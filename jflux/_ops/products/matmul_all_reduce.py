@@ -27,8 +27,8 @@ from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from .. import _lax, _norm, _recipe, _scaled, _two_level, _two_level_plan
 from .._collective import Collective
-from .._recipe import AnyRecipe, Weight
-from .._scaled import Operand, Scales
+from .._recipe import AnyRecipe, Format, Weight
+from .._scaled import Operand, Scaled, Scales
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import _sum_epilogue, all_reduce, exchange
 from . import _product, _product_plan
@@ -84,15 +84,34 @@ class Options(_product.Options, total=False):
 
 @overload
 def matmul_all_reduce(
-    x: jax.Array, w: jax.Array, *, norm: None = ..., **options: Unpack[Options]
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    norm: None = ...,
+    quantize: None = ...,
+    **options: Unpack[Options],
 ) -> jax.Array: ...
 @overload
 def matmul_all_reduce(
-    x: jax.Array, w: jax.Array, *, norm: _norm.Norm, **options: Unpack[Options]
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    norm: _norm.Norm,
+    quantize: None = ...,
+    **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def matmul_all_reduce(
-    x: jax.Array, w: jax.Array, *, norm: _norm.Norm | None, **options: Unpack[Options]
+    x: jax.Array, w: jax.Array, *, norm: _norm.Norm, quantize: Format, **options: Unpack[Options]
+) -> tuple[jax.Array, Scaled]: ...
+@overload
+def matmul_all_reduce(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    norm: _norm.Norm | None,
+    quantize: Format | None = ...,
+    **options: Unpack[Options],
 ) -> Any: ...
 @meshes.axis_by_name
 def matmul_all_reduce(
@@ -103,6 +122,7 @@ def matmul_all_reduce(
     transpose_rhs: bool = False,
     residual: jax.Array | None = None,
     norm: _norm.Norm | None = None,
+    quantize: Format | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
     recipe: AnyRecipe | None = None,
@@ -142,6 +162,8 @@ def matmul_all_reduce(
         sum. y's type stays.
       norm: a :class:`jflux.RMSNorm` or :class:`jflux.LayerNorm` of y's rows, whose scale and bias
         are [n], of any type. With a product in the same kernel, rows are normalised by XLA.
+      quantize: a :class:`jflux.Format`, by which the normalised rows, as y's type holds them, are
+        quantised, as :func:`jflux.all_reduce` does it. There is no derivative then.
       preferred_element_type: the type of y, and of the partial products that travel; by default
         x's.
       precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
@@ -154,7 +176,8 @@ def matmul_all_reduce(
         first.
 
     Returns:
-      y; with `norm` a pair: y, and its rows normalised.
+      y; with `norm` a pair: y, and its rows normalised, with `quantize` as a
+      :class:`jflux.Scaled`.
 
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced.
@@ -172,10 +195,16 @@ def matmul_all_reduce(
     x, w = _scaled.of_product(OP, x, w)
     _product.check_operands(OP, x, w, -2, "the second to last dimension")
     shape = (*x.shape[:-1], _product.columns(w, transpose_rhs))
-    _sum_epilogue.check(OP, shape, residual, norm)
+    _sum_epilogue.check(OP, shape, residual, norm, quantize)
+    if results := _sum_epilogue.quantized_after(
+        matmul_all_reduce, quantize, x, w, axis_name=axis_name, transpose_rhs=transpose_rhs,
+        residual=residual, norm=norm, preferred_element_type=preferred_element_type,
+        precision=precision, recipe=recipe, mesh=mesh, x_spec=x_spec,
+    ):  # fmt: skip
+        return results
     if not meshes.is_bound(axis_name):
         return _over_global_arrays(
-            matmul_all_reduce, x, w, residual, norm, mesh=mesh, x_spec=x_spec,
+            matmul_all_reduce, x, w, residual, norm, quantize, mesh=mesh, x_spec=x_spec,
             axis_name=axis_name, transpose_rhs=transpose_rhs,
             preferred_element_type=preferred_element_type, precision=precision, recipe=recipe,
         )  # fmt: skip
@@ -186,15 +215,17 @@ def matmul_all_reduce(
             x, w, transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
             precision=precision, recipe=recipe,
         )  # fmt: skip
-        return all_reduce.all_reduce(partial, axis_name=axis_name, residual=residual, norm=norm)
+        return all_reduce.all_reduce(
+            partial, axis_name=axis_name, residual=residual, norm=norm, quantize=quantize
+        )
     no_kernel, scales, arrays = _scaled.for_kernel(x, w, transpose_rhs)
     if _product.is_for_lax(OP, axis_name, x, w, residual, no_kernel=no_kernel):
         return reference(
             x, w, axis_name=axis_name, transpose_rhs=transpose_rhs, residual=residual, norm=norm,
-            preferred_element_type=preferred_element_type, precision=precision,
+            quantize=quantize, preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
     names = meshes.as_tuple(axis_name)
-    epilogue, added = _sum_epilogue.operands(OP, names, residual, norm)
+    epilogue, added = _sum_epilogue.operands(OP, names, residual, norm, quantize)
     params = Params(
         sums=all_reduce.Params(names, meshes.axis_size(names), None, epilogue),
         transpose_rhs=transpose_rhs,
@@ -204,7 +235,7 @@ def matmul_all_reduce(
     )
     _product.warn_if_same(OP, axis_name, "x", *arrays[:2])
     results = _over_rows(params, _product.constant_if_whole(params.out_dtype, *arrays, *added))
-    return results[0] if norm is None else tuple(results)
+    return epilogue.of_call(results)
 
 
 def reference(
@@ -215,6 +246,7 @@ def reference(
     transpose_rhs: bool = False,
     residual: jax.Array | None = None,
     norm: _norm.Norm | None = None,
+    quantize: Format | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
     recipe: AnyRecipe | None = None,
@@ -226,13 +258,19 @@ def reference(
     Arguments, results and the use on global arrays are those of
     :func:`jflux.matmul_all_reduce`; partial products are rounded
     to y's type before they are summed, and the sum before a residual is added."""
+    if results := _sum_epilogue.quantized_after(
+        reference, quantize, x, w, axis_name=axis_name, transpose_rhs=transpose_rhs,
+        residual=residual, norm=norm, preferred_element_type=preferred_element_type,
+        precision=precision, recipe=recipe, mesh=mesh, x_spec=x_spec,
+    ):  # fmt: skip
+        return results
     recipe = _recipe.of_call(f"reference.{OP}", recipe, x, w, transpose_rhs)
     x, w = _scaled.of_product(f"reference.{OP}", x, w)
     if not meshes.is_bound(axis_name):
         return _over_global_arrays(
-            reference, x, w, residual, norm, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
-            transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
-            precision=precision, recipe=recipe,
+            reference, x, w, residual, norm, quantize, mesh=mesh, x_spec=x_spec,
+            axis_name=axis_name, transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type, precision=precision, recipe=recipe,
         )  # fmt: skip
     if recipe is not None:
         partial = matmul(
@@ -241,7 +279,9 @@ def reference(
         )  # fmt: skip
     else:
         partial = _lax.matmul(x, w, preferred_element_type, precision, transpose_rhs)
-    return all_reduce.reference(partial, axis_name=axis_name, residual=residual, norm=norm)
+    return all_reduce.reference(
+        partial, axis_name=axis_name, residual=residual, norm=norm, quantize=quantize
+    )
 
 
 def _communication(ndim: int, **_: Any) -> Collective:
@@ -254,6 +294,7 @@ def _over_global_arrays(
     w: Any,
     residual: Any,
     norm: Any,
+    quantize: Format | None,
     *,
     mesh: Mesh | AbstractMesh | None,
     x_spec: PartitionSpec | None,
@@ -263,11 +304,14 @@ def _over_global_arrays(
     """`op` is the public function or its reference; `options` are the rest of its own."""
     product = SPEC.layout(x.ndim, **options)
     rows = {**product.rows, "residual": None, "normalised": None}
+    normalised: Any = "normalised"
+    if quantize is not None:
+        normalised = Scaled(normalised, normalised)
     return global_arrays.over_global_arrays(
-        functools.partial(op, axis_name=axis_name, **options), OP,
+        functools.partial(op, axis_name=axis_name, quantize=quantize, **options), OP,
         {"x": x, "w": w, "residual": residual, "norm": norm},
         Layout(rows, {**product.others, "norm": None}),
-        results="y" if norm is None else ("y", "normalised"),
+        results="y" if norm is None else ("y", normalised),
         axis_name=axis_name, mesh=mesh, x_spec=x_spec, check_vma=True,
     )  # fmt: skip
 
@@ -284,7 +328,7 @@ def _over_rows(params: Params, operands: Sequence[Any]) -> list[jax.Array]:
     x, *of_rows = (a.reshape(rows, a.shape[-1]) for a in (x, *scales[:1]))
     residual = [a.reshape(rows, shape[-1]) for a in added[:count]]
     results = _primitive.bind(x, w, *of_rows, *scales[1:], *residual, *added[count:], params=params)
-    return [y.reshape(shape) for y in results]
+    return [y.reshape(*shape[:-1], y.shape[-1]) for y in results]
 
 
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
@@ -300,7 +344,7 @@ def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
     )
     alone = params.sums.without_epilogue()
     dy = None if dpartial is None else all_reduce.bind(alone, dpartial)[0]
-    return results, _sum_epilogue.tangents(params.sums.epilogue, results[0], dy, added, dadded)
+    return results, _sum_epilogue.tangents(OP, params.sums.epilogue, results[0], dy, added, dadded)
 
 
 def _transpose(cotangents: Any, *operands: Any, params: Params) -> list[Any]:
@@ -337,8 +381,8 @@ def _split(operands: Sequence[Any], params: Params) -> tuple[Any, Any, list[Any]
 
 def _result(arrays: Arrays, params: Params) -> list[Any]:
     x, w, *_ = arrays
-    y = ((x.shape[0], _product.columns(w, params.transpose_rhs)), params.out_dtype)
-    return [y] * params.sums.epilogue.results
+    shape = (x.shape[0], _product.columns(w, params.transpose_rhs))
+    return params.sums.epilogue.shapes(shape, params.out_dtype)
 
 
 def _reference(arrays: Arrays, params: Params) -> list[Any]:
@@ -577,7 +621,7 @@ def _flops(arrays: Arrays, params: Params) -> int:
 
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
-    results = params.sums.epilogue.results
+    results = len(params.sums.epilogue.shapes((1, 1), params.out_dtype))
 
     def together(*operands: Any) -> list[Any]:
         return _product_and_sum(operands, params)

@@ -77,6 +77,36 @@ TEST(RowsAreNormalised) {
   }
 }
 
+// By clusters of eight CTAs and of two, of which some have no unit of a row; rows end in a partial
+// block.
+TEST(RowsAreQuantised) {
+  uint32_t seed = 1;
+  for (int64_t rows : {1, 9}) {
+    for (DType values : {DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8}) {
+      for (int32_t block : {-1, kQuantizedBlock}) {
+        simt::SetSmCount(8);
+        const int64_t width = 296;
+        const auto a = seed % 2 == 0 ? AllReduceAlgorithm::kOneShot : AllReduceAlgorithm::kTwoShot;
+        AllReduceParams p{2, rows * width, seed % 3 == 0 ? DType::kF16 : DType::kBF16, a};
+        p.norm = seed % 4 < 2 ? Norm::kRms : Norm::kLayer;
+        p.width = width;
+        p.epsilon = 0.01;
+        QuantizedRows quantized;
+        quantized.values = values;
+        quantized.block = block;
+        quantized.power_of_two = seed % 4 == 0;
+        for (int schedule = 0; schedule < simt::Schedules(1); ++schedule, ++seed) {
+          const int64_t wrong = Run(p, {0, seed % 2 == 0 ? 50u : 0u}, seed, [&](uint32_t of) {
+            return std::make_unique<DeviceCall<NormCall>>(p, /*wide_scale=*/true, /*bias=*/false,
+                                                          of, &quantized);
+          });
+          EXPECT_EQ(wrong, 0) << "rows " << rows << " block " << block << " seed " << seed;
+        }
+      }
+    }
+  }
+}
+
 TEST(MissingWaitsAreFound) {
   simt::SetSmCount(2);
   for (auto a : {AllReduceAlgorithm::kOneShot, AllReduceAlgorithm::kChunked}) {
