@@ -169,7 +169,7 @@ def test_what_is_quantised_again():
         x = jflux.quantize(jnp.asarray(x), E4M3, block=of_x, power_of_two=True)
         for block, taken in ((1, 128), True), ((128, 128), True), ((-1, -1), False):
             call = functools.partial(
-                _quantize.transposed_again, dtype=E4M3, block=block, power_of_two=True
+                _quantize.transposed, dtype=E4M3, block=block, power_of_two=True
             )
             program = jax.jit(call).lower(x).compile()
             kernels = fused_calls(program.as_text())

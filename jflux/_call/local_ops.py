@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -38,6 +38,7 @@ def kernel(
     is_optional: bool = False,
     prepare: Callable[[Arrays, Any], Any] | None = None,
     plan: Callable[[Arrays, Any], Plan | WhyNot] = _on_a_gpu,
+    aliases: Mapping[int, int] | None = None,
 ) -> Form:
     """The form of a local op that is its kernel.
 
@@ -52,7 +53,7 @@ def kernel(
       on_cpus: whether CPUs have a handler; else they take the reference.
       is_optional: whether the reference is as good as the kernel. If so, a call that no kernel
         takes is not logged, and is no error in strict mode.
-      prepare: as in `Kernel`.
+      prepare, aliases: as in `Kernel`.
       plan: of a call that the kernel takes on GPUs, where tuning tables know such calls.
     """
 
@@ -86,7 +87,7 @@ def kernel(
         why = gpu_code.why_not(name, arch, gpu_code.gpu_here())
         return why or why_not_portable(arrays, params, "cuda")
 
-    return Form(takes, Kernel(attributes, prepare=prepare))
+    return Form(takes, Kernel(attributes, prepare=prepare, aliases=aliases or {}))
 
 
 def checked_on_cpus(reference: Reference, check: Callable[[Arrays, Any], Arrays]) -> Form:

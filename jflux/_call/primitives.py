@@ -258,12 +258,11 @@ def _lower_kernel(
     kernel.register(params, machine.platform)
     table = meshes.group_table(mesh, params.axis_names)
     target = f"jflux_{name}" if kernel.target is None else kernel.target(params)
-    aliases: Any = {"operand_output_aliases": dict(kernel.aliases)} if kernel.aliases else {}
     # Grids and orders of tiles depend on it, and must be the same on all ranks. A user's own kernel
     # has a grid of the user's.
     own = {"sm_count": np.int64(machine.sm_count)} if kernel.target is None else {}
     call_names.expect(target)
-    return jax.ffi.ffi_lowering(target, **aliases)(
+    return jax.ffi.ffi_lowering(target, **_aliases(kernel))(
         ctx,
         *operands,
         groups=table.ravel(),
@@ -275,13 +274,19 @@ def _lower_kernel(
     )
 
 
+def _aliases(kernel: Kernel) -> dict[str, Any]:
+    """The option of a lowering that says which operands become results."""
+    return {"operand_output_aliases": dict(kernel.aliases)} if kernel.aliases else {}
+
+
 def _lower_local(
     name: str, kernel: Kernel, ctx: Any, operands: Any, params: Any, plan: Plan
 ) -> Any:
     """The call of the kernel of a local op."""
     attributes = kernel.attributes(ctx.avals_in, params, plan)
     if (prepare := kernel.prepare) is None:
-        return jax.ffi.ffi_lowering(f"jflux_{name}")(ctx, *operands, **attributes)
+        target = f"jflux_{name}"
+        return jax.ffi.ffi_lowering(target, **_aliases(kernel))(ctx, *operands, **attributes)
     results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out]
 
     def call(*operands: Any) -> Any:

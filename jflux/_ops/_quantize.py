@@ -33,19 +33,25 @@ SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """A call, less its arrays. `again`: x has a scale, and the transpose is the only result."""
+    """A call, less its arrays.
+
+    Attributes:
+      copy, transpose: of what there are results: of x, and of its transpose.
+      again: x has a scale.
+    """
 
     dtype: np.dtype
     block: tuple[int, int]
     transpose: bool
     power_of_two: bool
     return_losses: bool
+    copy: bool = True
     again: bool = False
 
     @property
     def sides(self) -> slice:
         """Which of x and its transpose are results."""
-        return slice(int(self.again), 1 + self.transpose)
+        return slice(int(not self.copy), 1 + self.transpose)
 
     @property
     def has_maxima(self) -> bool:
@@ -148,12 +154,19 @@ def quantize(
     return (result, Losses(*next(results))) if return_losses else result
 
 
-def transposed_again(
-    x: Scaled, dtype: DTypeLike, block: tuple[int, int], power_of_two: bool
+def transposed(
+    x: jax.Array | Scaled,
+    dtype: DTypeLike,
+    block: tuple[int, int],
+    power_of_two: bool,
+    scale: jax.Array | None = None,
 ) -> Scaled:
-    """``quantize(x.dequantize().T, ...)`` of a matrix, in one pass over x on GPUs."""
-    params = Params(np.dtype(dtype), block, True, power_of_two, False, again=True)
-    return Scaled(*_quantized(params, x.values, x.scale)[:2])
+    """``quantize(x.T, ...)``, in one pass over x on GPUs; of a Scaled matrix, what it means."""
+    again = isinstance(x, Scaled)
+    params = Params(np.dtype(dtype), block, True, power_of_two, False, copy=False, again=again)
+    given = [] if scale is None else [scale]
+    arrays = [x.values, x.scale] if isinstance(x, Scaled) else [x, *given]
+    return Scaled(*_quantized(params, *arrays)[:2])
 
 
 def _quantized(params: Params, *arrays: jax.Array) -> Sequence[jax.Array]:
@@ -237,18 +250,16 @@ def _rounded(ratio: jax.Array, dtype: np.dtype) -> jax.Array:
 # ---- The primitive -------------------------------------------------------------------------------
 
 
-def _reference(arrays: Arrays, params: Params) -> list[jax.Array]:
+def in_lax(arrays: Arrays, params: Params) -> list[jax.Array]:
     x, *given = arrays
     scale = given[0] if given else None
     if params.again:
-        wide = Scaled(x, given[0]).dequantize()
-        results = list(_of_one(jnp.swapaxes(wide, -1, -2), None, params)[:2])
-        return results + [jnp.zeros(*_maxima(x, params))] * params.has_maxima
+        x, scale = Scaled(x, given[0]).dequantize(), None
     *results, losses = _of_one(x, scale, params)
     if params.transpose:
         turned = None if scale is None else jnp.swapaxes(scale, -1, -2)
         results += _of_one(jnp.swapaxes(x, -1, -2), turned, params)[:2]
-    results += [losses] * params.return_losses
+    results = results[0 if params.copy else 2 :] + [losses] * params.return_losses
     return results + [jnp.zeros(*_maxima(x, params))] * params.has_maxima
 
 
@@ -277,7 +288,7 @@ def _maxima(x: Any, params: Params) -> ShapeDtype:
     return (*stack, sum(counts)), np.dtype(np.uint32)
 
 
-def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
+def result_shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
     x = arrays[0]
     *stack, rows, columns = x.shape
     shapes: list[ShapeDtype] = []
@@ -288,7 +299,7 @@ def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
     return shapes + [_maxima(x, params)] * params.has_maxima
 
 
-def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
+def why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     x = arrays[0]
     *stack, rows, columns = x.shape
     if params.again:
@@ -309,6 +320,25 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     return None
 
 
+def attributes(params: Params, source: int = 0, activation: int = 0) -> dict[str, Any]:
+    """Of the handler (cc/ops/quantize/quantize_ffi.cc)."""
+    return {
+        "block": np.array(params.block, np.int64),
+        "copy": params.copy,
+        "transpose": params.transpose,
+        "power_of_two": params.power_of_two,
+        "losses": params.return_losses,
+        "again": params.again,
+        "source": np.int64(source),
+        "activation": np.int64(activation),
+    }
+
+
+def bind(arrays: Arrays, params: Params) -> Sequence[jax.Array]:
+    """The primitive's results."""
+    return _primitive.bind(*arrays, params=params)
+
+
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     if params.return_losses:  # each has its own
         bind = functools.partial(primitive.bind, params=params)
@@ -325,19 +355,13 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
 _primitive = make_primitive(
     Op(
         name=OP,
-        result_shapes=_shapes,
-        reference=_reference,
+        result_shapes=result_shapes,
+        reference=in_lax,
         forms=(
             local_ops.kernel(
                 OP,
-                why_not=_why_not,
-                attributes=lambda arrays, params, plan: {
-                    "block": np.array(params.block, np.int64),
-                    "transpose": params.transpose,
-                    "power_of_two": params.power_of_two,
-                    "losses": params.return_losses,
-                    "again": params.again,
-                },
+                why_not=why_not,
+                attributes=lambda arrays, params, plan: attributes(params),
                 checked_on_gpus=True,
                 on_cpus=False,
                 is_optional=True,

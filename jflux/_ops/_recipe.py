@@ -225,6 +225,39 @@ class QuantizedWeight:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class QuantizedActivation:
+    """The x of a product and its quantised copy by the recipe's `x`. The product reads the copy
+    alone; gradients are those of x."""
+
+    x: jax.Array
+    copy: Scaled
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """x's shape."""
+        return tuple(self.x.shape)
+
+    @property
+    def ndim(self) -> int:
+        """How many dimensions x has."""
+        return self.x.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        """x's type."""
+        return np.dtype(self.x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizesActivation:
+    """What jflux.nn passes as the recipe of a product with an activation whose y is the x of
+    another one by the same recipe: y is a :class:`QuantizedActivation`."""
+
+    recipe: Recipe
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class DelayedScaling:
     """Scales of x, w and dy from their largest values in earlier steps: what products take as
     ``recipe=`` in place of `Recipe.tensor`. No scale then waits for the array that it is of.
@@ -282,6 +315,9 @@ def of_call(
         if quantized:
             raise ValueError(f"jflux.{op}: w is quantised already, and {recipe=} has a scale of w")
         _check_wide(op, x, ws)
+        return recipe
+    if isinstance(recipe, QuantizesActivation):  # of jflux.nn alone
+        of_call(op, recipe.recipe, x, w, transpose_rhs)
         return recipe
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(

@@ -4,15 +4,18 @@
 //                                 and with `transpose` the same of [stack, columns, rows]
 //
 // Or x [rows, columns] is itself values of 8 bits with a scale, and quantised again along the other
-// dimension: then the transpose is the only result (QuantizeParams::again).
+// dimension (QuantizeParams::again). Or what is quantised is computed from several arrays as they
+// are read, and rounded to their type (QuantizeSource).
 //
-// On CPUs it is plain lax. Python: jflux/_ops/_quantize.py, which defines scales and values.
+// On CPUs it is plain lax. Python: jflux/_ops/_quantize.py, which defines scales and values, and
+// _quantize_computed.py.
 #ifndef JFLUX_OPS_QUANTIZE_QUANTIZE_H_
 #define JFLUX_OPS_QUANTIZE_QUANTIZE_H_
 
 #include <cstdint>
 #include <string>
 
+#include "core/activation.h"
 #include "core/format.h"
 #include "core/signal.h"
 #include "runtime/cuda_device.h"
@@ -41,24 +44,47 @@ struct QuantizeBlock {
   }
 };
 
+// What is quantised.
+enum class QuantizeSource : int32_t {
+  kGiven = 0,      // x
+  kActivated = 1,  // activation(x), perhaps times `factor`
+  kGradient = 2,   // `factor` times the derivative of activation(x)
+  // The gradients of x and of `factor` where activation(x) * factor has the gradient `dy`. The
+  // copies are written in turns, in dy's place.
+  kGradients = 3,
+  // x and `factor`, whose copies are written in turns: 128 columns of one, 128 of the other, and so
+  // on.
+  kPair = 4,
+};
+inline bool IsQuantizeSource(int64_t number) { return 0 <= number && number <= 4; }
+
 struct QuantizeParams {
   int64_t stack, rows, columns;  // of x
   QuantizeBlock block;           // of x, and of its transpose
-  bool transpose;
+  bool copy, transpose;          // which are results
   bool power_of_two;
   DType dtype;         // of x
   DType values_dtype;  // of values
   bool again = false;  // x has a scale; a block has 128 columns, and one or 128 rows
+  QuantizeSource source = QuantizeSource::kGiven;
+  Activation activation = Activation::kNone;
+
+  constexpr bool IsPair() const {
+    return source == QuantizeSource::kGradients || source == QuantizeSource::kPair;
+  }
 
   // Whether no CTA sees all elements of a block, so that one pass over x finds the largest of each
   // and a second one rounds. A row alone is one CTA's.
   constexpr bool HasMaxima() const {
     return (block.rows == -1 || block.columns == -1) && (transpose || block.rows != 1);
   }
-  constexpr int64_t Scales() const { return stack * block.Scales(rows, columns); }
+  // Of all copies, and of the transpose of one.
+  constexpr int64_t Scales() const {
+    return stack * block.Scales(rows, columns) * (IsPair() ? 2 : 1);
+  }
   constexpr int64_t TransposedScales() const { return stack * block.Scales(columns, rows); }
   constexpr int64_t Maxima() const {
-    return HasMaxima() ? Scales() + (transpose ? TransposedScales() : 0) : 0;
+    return HasMaxima() ? (copy ? Scales() : 0) + (transpose ? TransposedScales() : 0) : 0;
   }
 };
 
@@ -79,7 +105,7 @@ struct QuantizeLosses {
 inline constexpr DType kQuantizedAgain = DType::kF8E4M3FN;
 
 // A scale of x: one for each row or all, and for each 128 columns or all.
-struct QuantizeSource {
+struct ScaleOfX {
   const float* scale;
   int32_t down, across;  // from a row's to the next one's, and from a tile's
 };
@@ -87,9 +113,11 @@ struct QuantizeSource {
 struct QuantizeArrays {
   const void* x;
   const float* scale;      // in place of x's own; null: none
-  Quantized results[2];    // of x, and of its transpose; without x's if `again`
+  Quantized results[3];    // of x, of its transpose, and of a second transpose
   QuantizeLosses* losses;  // of x; null: nobody asks
-  QuantizeSource source{};
+  ScaleOfX x_scale{};
+  const void* factor = nullptr;  // as x, or null
+  const void* dy = nullptr;
 };
 
 // Enqueues the call on `stream`, on the current device: false and *error if it cannot.

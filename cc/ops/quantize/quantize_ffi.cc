@@ -15,19 +15,24 @@ namespace {
 
 #ifdef JFLUX_WITH_CUDA
 
-// Operands x [..., rows, columns][, scale]. Results values, scale[, those of the transpose][,
-// losses int32 [2]][, maxima uint32 [blocks], which nobody reads]. With `again` the operands are x
-// [rows, columns] and its scale, and the results are those of the transpose.
+// Operands x [..., rows, columns][, scale], or what a QuantizeSource is computed from: x; gate, x;
+// dy, x; dy, gate, x; x, x. Results values and scale[, those of each transpose][, losses int32
+// [2]][, maxima uint32 [blocks], which nobody reads]. Without `copy` the first two are not there.
+// With `again` the operands are x [rows, columns] and its scale. dy of kGradients, and the values
+// in its place, are uint16.
 struct Attributes {
   Int64s block;
+  bool copy = false;
   bool transpose = false;
   bool power_of_two = false;
   bool losses = false;  // are a result
   bool again = false;
+  int64_t source = 0;      // number of a QuantizeSource
+  int64_t activation = 0;  // number of an Activation
 
   void Read(AttributeReader& read) {
-    read("block", &block)("transpose", &transpose)("power_of_two", &power_of_two);
-    read("losses", &losses)("again", &again);
+    read("block", &block)("copy", &copy)("transpose", &transpose)("power_of_two", &power_of_two);
+    read("losses", &losses)("again", &again)("source", &source)("activation", &activation);
   }
 };
 
@@ -38,15 +43,47 @@ struct Call {
 
 bool IsBlockSize(int64_t size) { return size == -1 || size == 1 || size == kQuantizeTile; }
 
+// The operands of a source that is computed. Whether they fit.
+bool ReadSource(const Attributes& a, ffi::RemainingArgs operands, QuantizeParams* p,
+                QuantizeArrays* arrays) {
+  p->source = static_cast<QuantizeSource>(a.source);
+  p->activation = static_cast<Activation>(a.activation);
+  const bool is_three = p->source == QuantizeSource::kGradients;
+  const bool may_be_one = p->source == QuantizeSource::kActivated;
+  const size_t count = operands.size();
+  if (count != (is_three ? 3 : 2) && !(may_be_one && count == 1)) return false;
+  if ((p->source == QuantizeSource::kPair) != (p->activation == Activation::kNone)) return false;
+  const auto last = *operands.get<ffi::AnyBuffer>(count - 1);
+  for (size_t i = 0; i < count; ++i) {
+    const auto one = *operands.get<ffi::AnyBuffer>(i);
+    const bool is_dy = is_three && i == 0;
+    if (one.element_type() != (is_dy ? ffi::U16 : last.element_type()) ||
+        one.element_count() != last.element_count()) {
+      return false;
+    }
+  }
+  const auto data = [&](size_t i) { return operands.get<ffi::AnyBuffer>(i)->untyped_data(); };
+  const size_t of_x = is_three || p->source == QuantizeSource::kGradient ? 1 : 0;
+  arrays->x = data(of_x);
+  if (is_three) arrays->dy = data(0);
+  if (count > 1) arrays->factor = is_three ? data(2) : data(1 - of_x);
+  return p->stack == 1;
+}
+
 // The parameters of the call; empty if operands and results do not fit together.
 std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
                            ffi::RemainingRets results) {
-  if (operands.size() < 1 || operands.size() > 2 || results.size() < 2 || a.block.size() != 2 ||
-      !IsBlockSize(a.block[0]) || !IsBlockSize(a.block[1])) {
+  const bool is_given = a.source == 0;
+  if (operands.size() < 1 || operands.size() > (is_given ? 2 : 3) || results.size() < 2 ||
+      a.block.size() != 2 || !IsBlockSize(a.block[0]) || !IsBlockSize(a.block[1]) ||
+      !IsQuantizeSource(a.source) || !IsActivation(a.activation) || !(a.copy || a.transpose)) {
     return std::nullopt;
   }
-  const auto x = *operands.get<ffi::AnyBuffer>(0);
-  auto values = *results.get<ffi::AnyBuffer>(0);
+  // Results of 8 bits are found at the transpose, if there is one: a copy may be in dy's place.
+  const bool in_place = static_cast<QuantizeSource>(a.source) == QuantizeSource::kGradients;
+  if (in_place && (!a.copy || !a.transpose || results.size() < 4)) return std::nullopt;
+  const auto x = *operands.get<ffi::AnyBuffer>(is_given ? 0 : operands.size() - 1);
+  auto values = *results.get<ffi::AnyBuffer>(in_place ? 2 : 0);
   const auto dtype =
       DTypeOf(x.element_type(), a.again ? SetOf(kQuantizedAgain) : kQuantizeFormats.operands);
   const auto values_dtype = DTypeOf(values->element_type(), kQuantizeFormats.results);
@@ -58,6 +95,7 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
   p.columns = shape[shape.size() - 1];
   p.stack = static_cast<int64_t>(x.element_count()) / (p.rows * p.columns);
   p.block = {static_cast<int32_t>(a.block[0]), static_cast<int32_t>(a.block[1])};
+  p.copy = a.copy;
   p.transpose = a.transpose;
   p.power_of_two = a.power_of_two;
   p.dtype = *dtype;
@@ -73,14 +111,18 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
     return fits ? buffer->untyped_data() : nullptr;
   };
   QuantizeArrays& arrays = call.arrays;
-  for (const bool transposed : {false, true}) {
-    if (transposed ? !p.transpose : p.again) continue;
-    Quantized& one = arrays.results[transposed];
-    one.values = static_cast<uint8_t*>(
-        result(values->element_type(), static_cast<int64_t>(x.element_count())));
-    one.scale =
-        static_cast<float*>(result(ffi::F32, transposed ? p.TransposedScales() : p.Scales()));
+  if (!is_given && !ReadSource(a, operands, &p, &arrays)) return std::nullopt;
+  const auto elements = static_cast<int64_t>(x.element_count());
+  for (const int i : {0, 1, 2}) {
+    if (i == 0 ? !p.copy : !p.transpose || (i == 2 && !in_place)) continue;
+    Quantized& one = arrays.results[i];
+    const bool is_dy = i == 0 && in_place;
+    one.values =
+        static_cast<uint8_t*>(result(is_dy ? ffi::U16 : values->element_type(),
+                                     i == 0 && p.IsPair() && !is_dy ? 2 * elements : elements));
+    one.scale = static_cast<float*>(result(ffi::F32, i == 0 ? p.Scales() : p.TransposedScales()));
     if (one.values == nullptr || one.scale == nullptr) return std::nullopt;
+    if (is_dy && one.values != arrays.dy) return std::nullopt;
   }
   if (a.losses) {
     arrays.losses = static_cast<QuantizeLosses*>(result(ffi::S32, 2));
@@ -90,9 +132,10 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
     auto* maxima = static_cast<uint32_t*>(result(ffi::U32, p.Maxima()));
     if (maxima == nullptr) return std::nullopt;
     arrays.results[0].maxima = maxima;
-    arrays.results[1].maxima = maxima + p.Scales();
+    arrays.results[1].maxima = maxima + (p.copy ? p.Scales() : 0);
   }
   if (next != results.size()) return std::nullopt;
+  if (!is_given) return call;
   arrays.x = x.untyped_data();
   if (p.again) {
     if (operands.size() != 2) return std::nullopt;
@@ -103,8 +146,8 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
         (counts[0] != 1 && counts[0] != p.rows) || (counts[1] != 1 && counts[1] != across)) {
       return std::nullopt;
     }
-    arrays.source = {static_cast<const float*>(scale.untyped_data()),
-                     counts[0] == 1 ? 0 : static_cast<int32_t>(counts[1]), counts[1] == 1 ? 0 : 1};
+    arrays.x_scale = {static_cast<const float*>(scale.untyped_data()),
+                      counts[0] == 1 ? 0 : static_cast<int32_t>(counts[1]), counts[1] == 1 ? 0 : 1};
   } else if (operands.size() > 1) {
     const auto scale = *operands.get<ffi::AnyBuffer>(1);
     if (scale.element_type() != ffi::F32 ||

@@ -7,7 +7,9 @@
 //   tiles   a CTA has a tile of 128 x 128, and keeps it in registers. It finds the maxima of its
 //           rows and columns, or of all, makes scales of them, and rounds: once for x, once for the
 //           transpose, which takes a turn through shared memory. What is quantised again is read as
-//           float32.
+//           float32. What is computed is rounded to x's type first. Gradients of two arrays are two
+//           tiles: the CTA has read its tile of dy before it writes the copies there, which are as
+//           many bytes of the same rows, and no other CTA reads or writes these.
 //
 // A block of many tiles takes two launches of the second kernel. Between them lie the blocks'
 // maxima:
@@ -49,6 +51,7 @@ struct Side {
   int64_t scales;         // of a matrix
   int32_t rows;           // of a matrix
   int32_t scales_across;  // in a row of scales
+  int32_t tiles = 1;      // copies that are in turns
 };
 
 struct QuantizeArgs {
@@ -56,6 +59,7 @@ struct QuantizeArgs {
   QuantizeArrays arrays;
   int32_t team = 1;  // of rows
   // Of tiles:
+  int64_t copy_columns;  // of the array of copies
   Pass pass = Pass::kWhole;
   int32_t tiles_down, tiles_across;  // of a matrix
   Side sides[2];
@@ -319,9 +323,13 @@ struct Tile {
   // Rows of this thread's chunks, counted so.
   __device__ __forceinline__ int RowsOfThread() const { return Column() < columns ? rows : 0; }
 
-  // Its first element in x, and in the transpose.
+  // Its first element in x, in the copy, and in the transpose.
   __device__ __forceinline__ int64_t At(const QuantizeParams& p) const {
     return (matrix * p.rows + down * kTile) * p.columns + across * kTile;
+  }
+  __device__ __forceinline__ int64_t CopyAt(const QuantizeArgs& args, int part) const {
+    return (matrix * args.params.rows + down * kTile) * args.copy_columns +
+           (across * args.sides[0].tiles + part) * kTile;
   }
   __device__ __forceinline__ int64_t TransposedAt(const QuantizeParams& p) const {
     return (matrix * p.columns + across * kTile) * p.rows + down * kTile;
@@ -336,7 +344,7 @@ struct ScalePlace {
   int64_t index;     // if the row is there
 
   __device__ __forceinline__ ScalePlace(const QuantizeArgs& args, const Tile& tile, bool transposed,
-                                        int at) {
+                                        int at, int part = 0) {
     const Side& side = args.sides[transposed];
     const QuantizeBlock& block = args.params.block;
     const int down = transposed ? tile.across : tile.down;
@@ -347,8 +355,8 @@ struct ScalePlace {
     is_of_block =
         is_of_tile && (block.rows != -1 || down == 0) && (block.columns != -1 || across == 0);
     const int64_t first = block.rows == 1 ? row : block.rows == -1 ? 0 : down;
-    index =
-        tile.matrix * side.scales + first * side.scales_across + (block.columns == -1 ? 0 : across);
+    index = tile.matrix * side.scales + first * side.scales_across +
+            (block.columns == -1 ? 0 : across * side.tiles + (transposed ? 0 : part));
   }
 };
 
@@ -406,13 +414,13 @@ __device__ __forceinline__ void FindMaxima(const QuantizeParams& p, const Chunks
 
 // The values of x's tile.
 template <bool kUsual, DType kValues, typename T>
-__device__ __forceinline__ void RoundTile(const QuantizeArgs& args, const Tile& tile,
+__device__ __forceinline__ void RoundTile(const QuantizeArgs& args, const Tile& tile, int part,
                                           const ChunksOfThread<T>& x, TileStorage& shared) {
   const int rows = tile.RowsOfThread();
   const bool counts = args.arrays.losses != nullptr;
   QuantizeLosses lost{};
-  ForEachChunk(args.arrays.results[0].values + tile.At(args.params) + Column(), args.params.columns,
-               [&](int i, int j, uint8_t* to) {
+  ForEachChunk(args.arrays.results[0].values + tile.CopyAt(args, part) + Column(),
+               args.copy_columns, [&](int i, int j, uint8_t* to) {
                  const int row = Row(i, j);
                  const uint2 values =
                      RoundedChunk<kUsual, kValues>(x[i][j], shared.ScaleOf(0, row), counts, &lost);
@@ -424,7 +432,8 @@ __device__ __forceinline__ void RoundTile(const QuantizeArgs& args, const Tile& 
 // The values of the transpose.
 template <bool kUsual, DType kValues, typename T>
 __device__ __forceinline__ void RoundTransposed(const QuantizeArgs& args, const Tile& tile,
-                                                const ChunksOfThread<T>& x, TileStorage& shared) {
+                                                int part, const ChunksOfThread<T>& x,
+                                                TileStorage& shared) {
   const int first = Column();
   Scale scales[kChunk];  // read together, in vectors
 #pragma unroll
@@ -448,7 +457,7 @@ __device__ __forceinline__ void RoundTransposed(const QuantizeArgs& args, const 
   const int columns = row < tile.rows ? tile.columns : 0;
   const int64_t stride = args.params.rows;
   uint8_t* to =
-      args.arrays.results[1].values + tile.TransposedAt(args.params) + column * stride + row;
+      args.arrays.results[1 + part].values + tile.TransposedAt(args.params) + column * stride + row;
 #pragma unroll
   for (int step = 0; step < kTile; step += kColumns) {
     const int at = Turned(column + step, row / kRowsOfQuad);
@@ -459,53 +468,19 @@ __device__ __forceinline__ void RoundTransposed(const QuantizeArgs& args, const 
   }
 }
 
-template <typename T, DType kValues>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
-    QuantizeTilesKernel(const __grid_constant__ QuantizeArgs args) {
-  JFLUX_DYNAMIC_SHARED(TileStorage, alignof(TileStorage), storage);
-  TileStorage& shared = *storage;
+// A tile of x: its maxima, scales, and values. `part`: which of the arrays in turns it is of.
+template <DType kValues, typename T>
+__device__ __forceinline__ void QuantizeTile(const QuantizeArgs& args, const Tile& tile, int part,
+                                             const ChunksOfThread<T>& x, uint32_t magnitude,
+                                             TileStorage& shared) {
   const QuantizeParams& p = args.params;
-  const int thread = threadIdx.x;
-  const bool after_maxima = args.pass == Pass::kRound || args.pass == Pass::kRepair;
-  const uint32_t number = after_maxima ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const uint32_t row_of_tiles = number / static_cast<uint32_t>(args.tiles_across);
-  Tile tile{};
-  tile.across = static_cast<int>(number - row_of_tiles * args.tiles_across);
-  if (p.stack > 1) tile.matrix = row_of_tiles / static_cast<uint32_t>(args.tiles_down);
-  tile.down = static_cast<int>(row_of_tiles - tile.matrix * args.tiles_down);
-  tile.rows = static_cast<int>(p.rows) - tile.down * kTile;
-  tile.columns = static_cast<int>(p.columns) - tile.across * kTile;
-
-  // A thread makes the scale of a row of x, or of the transpose.
-  const int at = thread % kTile, transposed = thread / kTile;
-  static_assert(kThreads == 2 * kTile);
-  const Quantized& result = args.arrays.results[transposed];
-  const ScalePlace place(args, tile, transposed, at);
-  const bool has_scale = place.is_there && (transposed == 0 ? !p.again : p.transpose);
-  uint32_t magnitude = 0;
-  if (after_maxima && has_scale) magnitude = __ldg(result.maxima + place.index);
-  if (args.pass == Pass::kRepair && !__syncthreads_or(magnitude >= kInfinity)) return;
-
-  using K = Kept<T>;
-  ChunksOfThread<K> x;
-  const int rows = tile.RowsOfThread();
-  const QuantizeSource& source = args.arrays.source;
-  ForEachChunk(static_cast<const T*>(args.arrays.x) + tile.At(p) + Column(), p.columns,
-               [&](int i, int j, const T* from) {
-                 x[i][j] = Chunk<K>{};
-                 if (Row(i, j) >= rows) return;
-                 if constexpr (sizeof(T) == 1) {
-                   const int64_t row = tile.down * kTile + Row(i, j);
-                   const float* scale = source.scale + row * source.down;
-                   x[i][j] = LoadScaled(from, __ldg(scale + tile.across * source.across));
-                 } else {
-                   x[i][j] = Chunk<K>::Load(from);
-                 }
-               });
-  if (thread == 0) shared.lost = {};
-
-  if (!after_maxima) {
-    FindMaxima<K>(p, x, shared);
+  const int at = static_cast<int>(threadIdx.x % kTile);
+  const int transposed = static_cast<int>(threadIdx.x / kTile);
+  const Quantized& result = args.arrays.results[transposed == 0 ? 0 : 1 + part];
+  const ScalePlace place(args, tile, transposed, at, part);
+  const bool has_scale = place.is_there && (transposed == 0 ? p.copy : p.transpose);
+  if (args.pass != Pass::kRound && args.pass != Pass::kRepair) {
+    FindMaxima<T>(p, x, shared);
     __syncthreads();
     if (p.block.rows == 1 && transposed == 0) {
       magnitude = shared.row_maxima[at];
@@ -531,18 +506,190 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
   if (has_scale && place.is_of_block) result.scale[place.index] = scale.scale;
   shared.SetScale(transposed, at, scale);
   if (__syncthreads_and(scale.IsUsual(magnitude))) {
-    if constexpr (sizeof(T) != 1) RoundTile<true, kValues, K>(args, tile, x, shared);
-    if (p.transpose) RoundTransposed<true, kValues, K>(args, tile, x, shared);
+    if (p.copy) RoundTile<true, kValues, T>(args, tile, part, x, shared);
+    if (p.transpose) RoundTransposed<true, kValues, T>(args, tile, part, x, shared);
   } else {
-    if constexpr (sizeof(T) != 1) RoundTile<false, kValues, K>(args, tile, x, shared);
-    if (p.transpose) RoundTransposed<false, kValues, K>(args, tile, x, shared);
+    if (p.copy) RoundTile<false, kValues, T>(args, tile, part, x, shared);
+    if (p.transpose) RoundTransposed<false, kValues, T>(args, tile, part, x, shared);
+  }
+}
+
+__device__ __forceinline__ Tile TileOf(const QuantizeArgs& args, uint32_t number) {
+  const QuantizeParams& p = args.params;
+  const uint32_t row_of_tiles = number / static_cast<uint32_t>(args.tiles_across);
+  Tile tile{};
+  tile.across = static_cast<int>(number - row_of_tiles * args.tiles_across);
+  if (p.stack > 1) tile.matrix = row_of_tiles / static_cast<uint32_t>(args.tiles_down);
+  tile.down = static_cast<int>(row_of_tiles - tile.matrix * args.tiles_down);
+  tile.rows = static_cast<int>(p.rows) - tile.down * kTile;
+  tile.columns = static_cast<int>(p.columns) - tile.across * kTile;
+  return tile;
+}
+
+template <typename T, DType kValues>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
+    QuantizeTilesKernel(const __grid_constant__ QuantizeArgs args) {
+  JFLUX_DYNAMIC_SHARED(TileStorage, alignof(TileStorage), storage);
+  TileStorage& shared = *storage;
+  const QuantizeParams& p = args.params;
+  const int thread = threadIdx.x;
+  const bool after_maxima = args.pass == Pass::kRound || args.pass == Pass::kRepair;
+  const Tile tile = TileOf(args, after_maxima ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  uint32_t magnitude = 0;
+  if (after_maxima) {
+    // A thread makes the scale of a row of x, or of the transpose.
+    const int transposed = thread / kTile;
+    static_assert(kThreads == 2 * kTile);
+    const ScalePlace place(args, tile, transposed, thread % kTile);
+    const bool has_scale = place.is_there && (transposed == 0 ? p.copy : p.transpose);
+    if (has_scale) magnitude = __ldg(args.arrays.results[transposed].maxima + place.index);
+  }
+  if (args.pass == Pass::kRepair && !__syncthreads_or(magnitude >= kInfinity)) return;
+
+  using K = Kept<T>;
+  ChunksOfThread<K> x;
+  const int rows = tile.RowsOfThread();
+  const ScaleOfX& of_x = args.arrays.x_scale;
+  ForEachChunk(static_cast<const T*>(args.arrays.x) + tile.At(p) + Column(), p.columns,
+               [&](int i, int j, const T* from) {
+                 x[i][j] = Chunk<K>{};
+                 if (Row(i, j) >= rows) return;
+                 if constexpr (sizeof(T) == 1) {
+                   const int64_t row = tile.down * kTile + Row(i, j);
+                   const float* scale = of_x.scale + row * of_x.down;
+                   x[i][j] = LoadScaled(from, __ldg(scale + tile.across * of_x.across));
+                 } else {
+                   x[i][j] = Chunk<K>::Load(from);
+                 }
+               });
+  if (thread == 0) shared.lost = {};
+  QuantizeTile<kValues, K>(args, tile, 0, x, magnitude, shared);
+}
+
+// ---- What is computed --------------------------------------------------------------------------
+
+// The activation at x; and the gradient of x, from that of the activation.
+template <Activation kActivation>
+struct At {
+  float value, slope;
+  __device__ __forceinline__ explicit At(float x) {
+    if constexpr (kActivation == Activation::kRelu) {
+      value = x < 0.0f ? 0.0f : x;
+      slope = x;
+    } else if constexpr (kActivation == Activation::kGelu) {
+      const float cdf = 0.5f * erfcf(-0.70710678f * x);
+      value = x * cdf;
+      slope = fmaf(x * 0.39894228f, __expf(-0.5f * x * x), cdf);
+    } else if constexpr (kActivation == Activation::kGeluTanh) {
+      const float u = 0.79788456f * (x + 0.044715f * x * x * x);
+      const float s = __fdividef(1.0f, 1.0f + __expf(-2.0f * u));
+      value = x * s;
+      slope = fmaf(s * (1.0f - s) * x, 1.59576912f * (1.0f + 0.134145f * x * x), s);
+    } else {
+      const float s = __fdividef(1.0f, 1.0f + __expf(-x));
+      value = x * s;
+      slope = s * fmaf(x, 1.0f - s, 1.0f);
+    }
+  }
+  __device__ __forceinline__ float Gradient(float of_value) const {
+    if constexpr (kActivation == Activation::kRelu) {
+      return slope > 0.0f ? of_value : 0.0f;
+    } else {
+      return slope * of_value;
+    }
+  }
+};
+
+// Calls f with the activation as a constant.
+template <typename F>
+__device__ __forceinline__ void WithActivation(Activation activation, F&& f) {
+  switch (activation) {
+    case Activation::kGelu:
+      return f(std::integral_constant<Activation, Activation::kGelu>{});
+    case Activation::kGeluTanh:
+      return f(std::integral_constant<Activation, Activation::kGeluTanh>{});
+    case Activation::kRelu:
+      return f(std::integral_constant<Activation, Activation::kRelu>{});
+    default:
+      return f(std::integral_constant<Activation, Activation::kSilu>{});
+  }
+}
+
+// This thread's chunks of what is computed: of one array, or, with `dy`, of two.
+template <typename T, int kParts>
+__device__ __forceinline__ void Compute(const QuantizeArgs& args, const Tile& tile,
+                                        ChunksOfThread<T> (&out)[kParts]) {
+  const QuantizeParams& p = args.params;
+  const QuantizeArrays& arrays = args.arrays;
+  const int rows = tile.RowsOfThread();
+  const int64_t first = tile.At(p) + Column() + Row(0, 0) * p.columns;
+  const bool is_gradient = p.source == QuantizeSource::kGradient;
+  const uint32_t one = Pack<T>(1.0f, 1.0f);
+  const Chunk<T> ones{{one, one, one, one}};
+  WithActivation(p.activation, [&](auto activation) {
+    using Of = At<decltype(activation)::value>;
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      // All with ld.relaxed: the kernel writes where dy is, so that __ldg may not read it.
+      [[maybe_unused]] Chunk<T> x[kRowsOfQuad], factor[kRowsOfQuad], dy[kRowsOfQuad];
+#pragma unroll
+      for (int j = 0; j < kRowsOfQuad; ++j) {
+        const int64_t at = first + (Row(i, j) - Row(0, 0)) * p.columns;
+        const auto load = [&](const void* from) {
+          if (Row(i, j) >= rows) return Chunk<T>{};
+          const uint4 v = ptx::LoadGlobal16(static_cast<const T*>(from) + at);
+          return Chunk<T>{{v.x, v.y, v.z, v.w}};
+        };
+        x[j] = load(arrays.x);
+        factor[j] = kParts == 1 && arrays.factor == nullptr ? ones : load(arrays.factor);
+        if constexpr (kParts == 2) dy[j] = load(arrays.dy);
+      }
+#pragma unroll
+      for (int j = 0; j < kRowsOfQuad; ++j) {
+#pragma unroll
+        for (int w = 0; w < Chunk<T>::kWords; ++w) {
+          float results[kParts][2];
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            const int e = 2 * w + k;
+            const Of of(x[j].At(e));
+            if constexpr (kParts == 2) {
+              results[0][k] = of.Gradient(dy[j].At(e) * factor[j].At(e));
+              results[1][k] = of.value * dy[j].At(e);
+            } else {
+              const float by = factor[j].At(e);
+              results[0][k] = is_gradient ? of.Gradient(by) : of.value * by;
+            }
+          }
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            out[part][i][j].words[w] = Pack<T>(results[part][0], results[part][1]);
+          }
+        }
+      }
+    }
+  });
+}
+
+template <typename T, DType kValues, int kParts>
+__global__ void __launch_bounds__(kThreads, 2)
+    QuantizeComputedKernel(const __grid_constant__ QuantizeArgs args) {
+  JFLUX_DYNAMIC_SHARED(TileStorage, alignof(TileStorage), storage);
+  const Tile tile = TileOf(args, blockIdx.x);
+  ChunksOfThread<T> x[kParts];
+  Compute<T, kParts>(args, tile, x);
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    if (part != 0) __syncthreads();  // the first one's values have been read from shared memory
+    QuantizeTile<kValues, T>(args, tile, part, x[part], 0, *storage);
   }
 }
 
 // ---- Launches ----------------------------------------------------------------------------------
 
 struct Kernels {
-  const void *rows, *tiles;
+  const void *rows, *tiles;  // null: there is none
+  const void* computed[2] = {nullptr, nullptr};
 };
 Kernels KernelsOf(DType dtype, DType values) {
   if (dtype == kQuantizedAgain) {
@@ -554,8 +701,13 @@ Kernels KernelsOf(DType dtype, DType values) {
   return WithFormat<kQuantizeFormats.operands>(dtype, [&](auto x) {
     return WithFormat<kQuantizeFormats.results>(values, [](auto v) {
       using T = CudaType<decltype(x)::value>;
-      return Kernels{reinterpret_cast<const void*>(&QuantizeRowsKernel<T, v>),
-                     reinterpret_cast<const void*>(&QuantizeTilesKernel<T, v>)};
+      Kernels kernels{reinterpret_cast<const void*>(&QuantizeRowsKernel<T, v>),
+                      reinterpret_cast<const void*>(&QuantizeTilesKernel<T, v>)};
+      if constexpr (sizeof(T) == 2) {
+        kernels.computed[0] = reinterpret_cast<const void*>(&QuantizeComputedKernel<T, v, 1>);
+        kernels.computed[1] = reinterpret_cast<const void*>(&QuantizeComputedKernel<T, v, 2>);
+      }
+      return kernels;
     });
   });
 }
@@ -566,8 +718,12 @@ bool LoadQuantizeKernels(std::string* error) {
   const auto load = [&](DType dtype) {
     return ForFormats(kQuantizeFormats.results, [&](DType values) {
       const Kernels kernels = KernelsOf(dtype, values);
+      const auto load_tiles = [&](const void* kernel) {
+        return kernel == nullptr || LoadKernel(kernel, sizeof(TileStorage), error);
+      };
       return (kernels.rows == nullptr || LoadKernel(kernels.rows, 0, error)) &&
-             LoadKernel(kernels.tiles, sizeof(TileStorage), error);
+             load_tiles(kernels.tiles) && load_tiles(kernels.computed[0]) &&
+             load_tiles(kernels.computed[1]);
     });
   };
   return ForFormats(kQuantizeFormats.operands, load) && load(kQuantizedAgain);
@@ -575,9 +731,16 @@ bool LoadQuantizeKernels(std::string* error) {
 
 bool LaunchQuantize(const QuantizeParams& p, const QuantizeArrays& arrays, cudaStream_t stream,
                     std::string* error) {
-  const bool takes = p.again ? p.dtype == kQuantizedAgain && p.transpose && !p.HasMaxima() &&
-                                   p.stack == 1 && arrays.losses == nullptr
-                             : Has(kQuantizeFormats.operands, p.dtype);
+  const bool is_given = p.source == QuantizeSource::kGiven;
+  const bool is_plain = p.stack == 1 && arrays.losses == nullptr && !p.HasMaxima();
+  const bool is_pair = p.source == QuantizeSource::kPair;
+  const bool takes =
+      (p.again ? p.dtype == kQuantizedAgain && is_given && is_plain
+               : Has(kQuantizeFormats.operands, p.dtype)) &&
+      (is_given || is_pair || SizeOf(p.dtype) == 2) &&
+      (is_given || (is_plain && p.block.columns == kTile && arrays.scale == nullptr)) &&
+      (!p.IsPair() || p.columns % kTile == 0) && (p.copy || arrays.losses == nullptr) &&
+      (p.transpose ? !is_pair : p.copy);
   if (!takes || !Has(kQuantizeFormats.results, p.values_dtype) ||
       p.columns % kQuantizeMultiple != 0 || (p.transpose && p.rows % kQuantizeMultiple != 0) ||
       p.block.columns == 1 || p.rows > INT32_MAX || p.columns > INT32_MAX) {
@@ -605,7 +768,7 @@ bool LaunchQuantize(const QuantizeParams& p, const QuantizeArrays& arrays, cudaS
   };
 
   const bool is_split = p.block.columns == kTile;
-  if (!p.transpose && p.block.rows == 1 && (!is_split || p.columns % kTile == 0)) {
+  if (is_given && !p.transpose && p.block.rows == 1 && (!is_split || p.columns % kTile == 0)) {
     const int64_t of_row = is_split ? p.columns / kTile : 1;
     args.params.rows = p.stack * p.rows * of_row;
     args.params.columns = p.columns / of_row;
@@ -621,6 +784,9 @@ bool LaunchQuantize(const QuantizeParams& p, const QuantizeArrays& arrays, cudaS
   };
   args.sides[0] = side(p.rows, p.columns);
   args.sides[1] = side(p.columns, p.rows);
+  args.sides[0].tiles = p.IsPair() ? 2 : 1;
+  args.sides[0].scales_across *= args.sides[0].tiles;
+  args.copy_columns = p.columns * args.sides[0].tiles;
   args.tiles_down = static_cast<int32_t>(CeilDiv<int64_t>(p.rows, kTile));
   args.tiles_across = static_cast<int32_t>(CeilDiv<int64_t>(p.columns, kTile));
   const int64_t tiles = p.stack * args.tiles_down * args.tiles_across;
@@ -628,6 +794,17 @@ bool LaunchQuantize(const QuantizeParams& p, const QuantizeArrays& arrays, cudaS
     args.pass = pass;
     return launch(kernels.tiles, tiles, sizeof(TileStorage));
   };
+  if (is_pair) {
+    if (!pass(Pass::kWhole)) return false;
+    args.arrays.x = arrays.factor;
+    args.arrays.results[0].values += kTile;
+    args.arrays.results[0].scale += 1;
+    return pass(Pass::kWhole);
+  }
+  if (!is_given) {
+    const bool is_two = p.source == QuantizeSource::kGradients;
+    return launch(kernels.computed[is_two], tiles, sizeof(TileStorage));
+  }
   if (!p.HasMaxima()) return pass(Pass::kWhole);
   if (!clear(arrays.results[0].maxima, p.Maxima() * 4)) return false;
   // Losses of a block that is rounded twice would be counted twice.

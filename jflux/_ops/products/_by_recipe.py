@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..._call.derivatives import differentiated, spread
 from ..._ranks import meshes
-from .. import _epilogue, _lax, _quantize
+from .. import _epilogue, _lax, _quantize, _quantize_computed
 from .._epilogue import ACTIVATED, PREACTIVATION, Epilogue
 from .._lax import several
 from .._recipe import (
@@ -30,7 +30,9 @@ from .._recipe import (
     AnyRecipe,
     DelayedScaling,
     Format,
+    QuantizedActivation,
     QuantizedWeight,
+    QuantizesActivation,
     Recipe,
     in_rows,
 )
@@ -63,9 +65,11 @@ _RETURNS = {
 @dataclasses.dataclass(frozen=True)
 class _Params:
     """A call, less its operands: xs, ws, biases, perhaps the residual, perhaps the arrays of its
-    delayed scaling, and the quantised copies (forward, backward) of each w.
+    delayed scaling, the quantised copy of each x, and the copies (forward, backward) of each w.
 
     Attributes:
+      activated: the activation of the products, if there is one.
+      quantizes: how the activated one is also quantised, for the product that takes it, or None.
       options: the axis and dimensions, as the op takes them.
       xs, ws: how many.
       biased: which of the results have a bias.
@@ -81,6 +85,8 @@ class _Params:
     biased: tuple[bool, ...]
     residual: bool
     delayed: bool
+    activated: Epilogue | None
+    quantizes: Format | None
     transpose_rhs: bool
     out: np.dtype
     precision: Any
@@ -99,10 +105,10 @@ class _Params:
         return name, {names.get(option, option): value for option, value in self.options}
 
     def split(self, operands: Sequence[Any]) -> tuple[Any, ...]:
-        """(xs, ws, biases, [residual] or [], the state's arrays, copies)."""
+        """(xs, ws, biases, [residual] or [], the state's arrays, copies of xs, copies of ws)."""
         sizes = (
             self.xs, self.ws, sum(self.biased), int(self.residual), len(STATE) * self.delayed,
-            self.ws,
+            self.xs, self.ws,
         )  # fmt: skip
         rest = iter(operands)
         return tuple([next(rest) for _ in range(size)] for size in sizes)
@@ -113,7 +119,7 @@ def product(
     x: Any,
     w: Any,
     *,
-    recipe: AnyRecipe,
+    recipe: AnyRecipe | QuantizesActivation,
     transpose_rhs: bool,
     out: Any,
     precision: Any,
@@ -128,7 +134,7 @@ def product(
     """y of an op, of one rank's operands that were checked.
 
     Args:
-      x, w: arrays, or several; a w may be quantised.
+      x, w: arrays, or several; each may be quantised.
       out: y's type.
       bias: for each result; None for none.
       options: the op's axis and dimensions.
@@ -145,11 +151,16 @@ def product(
         added = [a for a in (bias, residual) if a is not None] if scatters else []
         return _epilogue.add(y, added)
     _check_columns(op, xs[0], ws[0], transpose_rhs, options)
+    quantizes: Format | None = None
+    if isinstance(recipe, QuantizesActivation):
+        recipe = recipe.recipe
+        quantizes = recipe.x
     state: list[jax.Array] = []
     if isinstance(recipe, DelayedScaling):
         state, recipe = [getattr(recipe, name) for name in STATE], recipe.recipe
     results = 1 if op == "matmul_reduce_scatter" else len(ws)
     biases = _epilogue.of_each(bias, results)
+    activated = None if activation is None else Epilogue((False,) * len(ws), activation, gated)
     params = _Params(
         op=op,
         recipe=recipe,
@@ -159,6 +170,8 @@ def product(
         biased=tuple(b is not None for b in biases),
         residual=residual is not None,
         delayed=bool(state),
+        activated=activated,
+        quantizes=quantizes if activated is not None and activated.results == 1 else None,
         transpose_rhs=transpose_rhs,
         out=np.dtype(out),
         precision=recipe.precision if precision is None else precision,
@@ -173,9 +186,13 @@ def product(
         (one.forward, one.backward) if isinstance(one, QuantizedWeight) else None for one in ws
     ]
     arrays = [one.w if isinstance(one, QuantizedWeight) else one for one in ws]
-    ys = _product(params, *xs, *arrays, *added, *state, *lax.stop_gradient(copies))
-    if activation is not None:
-        ys = _activated(Epilogue((False,) * len(ys), activation, gated), *ys)
+    of_xs = [one.copy if isinstance(one, QuantizedActivation) else None for one in xs]
+    x_arrays = [one.x if isinstance(one, QuantizedActivation) else one for one in xs]
+    given = lax.stop_gradient([*of_xs, *copies])
+    ys = _product(params, *x_arrays, *arrays, *added, *state, *given)
+    if params.quantizes is not None:
+        y, *copy = ys
+        return QuantizedActivation(y, Scaled(*lax.stop_gradient(copy)))
     is_several = isinstance(w, tuple | list) and op != "matmul_reduce_scatter"
     return tuple(ys) if is_several and not gated else ys[0]
 
@@ -230,8 +247,8 @@ def _multiply(
 
 
 def _made(operands: Sequence[Any], params: _Params) -> tuple[Sequence[Any], Any]:
-    """(ys, what is kept)."""
-    xs, ws, biases, residual, state, copies = params.split(operands)
+    """(products, what is kept of their operands)."""
+    xs, ws, biases, residual, state, of_xs, copies = params.split(operands)
     recipe = params.recipe
     of_x, of_w = _Delayed.of(0, recipe.x, state), _Delayed.of(1, recipe.w, state)
     forward, for_dx = [], []
@@ -249,7 +266,10 @@ def _made(operands: Sequence[Any], params: _Params) -> tuple[Sequence[Any], Any]
         options["residual"] = residual[0]
     ys, moved = _multiply(
         params.op,
-        [recipe.x.of_rows(x, scale=of_x.scale)[0] for x in xs],
+        [
+            recipe.x.of_rows(x, scale=of_x.scale)[0] if copy is None else copy
+            for x, copy in zip(xs, of_xs, strict=True)
+        ],
         forward,
         params.reference,
         preferred_element_type=params.out,
@@ -260,10 +280,33 @@ def _made(operands: Sequence[Any], params: _Params) -> tuple[Sequence[Any], Any]
     return ys, (kept, for_dx, state, [of_x.largest(xs), of_w.largest(ws)] if state else [])
 
 
+def _results(sums: Sequence[jax.Array], params: _Params) -> Sequence[jax.Array]:
+    """Of products."""
+    if params.activated is None:
+        return sums
+    ys, _ = _epilogue.apply(params.activated, sums, (), sums[0].dtype)
+    if params.quantizes is None:
+        return ys
+    form = params.quantizes
+    if _quantize_computed.is_taken(form, *sums):
+        copy = _quantize_computed.activated(params.activated, sums, form)
+    else:
+        copy, _ = form.of_rows(ys[0])
+    return [*ys, copy.values, copy.scale]
+
+
 def _forward(call: Any, operands: Sequence[Any], params: _Params) -> tuple[Sequence[Any], Any]:
-    ys, (xs, *rest) = _made(operands, params)
+    sums, (xs, *rest) = _made(operands, params)
     xs = jax.tree.map(lambda a: checkpoint_name(a, params.kept_as), xs)
-    return [checkpoint_name(y, PRODUCT) for y in ys], (xs, *rest)
+    sums = [checkpoint_name(one, PRODUCT) for one in sums]
+    if params.activated is None:
+        return sums, ([], xs, *rest)
+    sums = [checkpoint_name(one, PREACTIVATION) for one in sums]
+    ys, copy = _results(sums, params), []
+    if params.quantizes is not None:
+        *ys, values, scale = ys
+        copy = [values, scale]
+    return [*(checkpoint_name(y, ACTIVATED) for y in ys), *copy], (sums, xs, *rest)
 
 
 def _tangents(kept: Any, tangents: Sequence[Any], params: _Params) -> Any:
@@ -276,8 +319,14 @@ def _tangents(kept: Any, tangents: Sequence[Any], params: _Params) -> Any:
 def _backward(
     kept: Any, cotangents: Sequence[Any], wanted: Sequence[Any], params: _Params
 ) -> list[Any]:
-    (xs, ws, state, magnitudes), recipe = kept, params.recipe
-    x_types, w_types, bias_types, residual, states, _ = params.split(wanted)
+    (sums, xs, ws, state, magnitudes), recipe = kept, params.recipe
+    x_types, w_types, bias_types, residual, states, *_ = params.split(wanted)
+    results = cotangents
+    if params.activated is not None:
+        dys = cotangents[: params.activated.results]
+        cotangents = [None] * params.ws
+        if any(dy is not None for dy in dys):
+            cotangents = _epilogue.gradient(params.activated, sums, dys)
     of_dy = _Delayed.of(2, recipe.dy, state)
     biased = [dy for dy, b in zip(cotangents, params.biased, strict=True) if b]
     dadded = [
@@ -290,22 +339,38 @@ def _backward(
     given = [i for i, dy in enumerate(cotangents) if dy is not None]
     dws: list[Any] = [None] * params.ws
     dxs: list[Any] = [None] * params.xs
-    copies = [None] * params.ws
+    copies = [None] * (params.xs + params.ws)
     if not given:
         return [*dxs, *dws, *dadded, *[None] * len(states), *copies]
     dys = [cotangents[i] for i in given]
     dstate = _next_state(state, [*magnitudes, of_dy.largest(dys)], states, recipe) if state else []
     turns = recipe.dw is not None and recipe.dw[1] == recipe.dy and not params.moves_product
     turns = turns and any(w is not None for w in w_types)
-    quantized = [recipe.dy.of_rows(dy, turns, of_dy.scale) for dy in dys]
-    moved: Sequence[Any] = [one for one, _ in quantized]
+    moved: Sequence[Any]
+    in_turns = False
+    if _computes(params, sums, turns, of_dy):
+        assert params.activated is not None
+        in_turns = len(sums) == 2
+        one, turned = _quantize_computed.gradients(
+            params.activated, sums, results[0], recipe.dy, turns
+        )
+        moved = [one]
+    else:
+        quantized = [recipe.dy.of_rows(dy, turns, of_dy.scale) for dy in dys]
+        moved, turned = [one for one, _ in quantized], [other for _, other in quantized]
     if any(x is not None for x in x_types):
         op, options = params.dual
         scale = _Delayed.of(1, recipe.w, state).scale
-        ws = [
-            w if isinstance(w, Scaled) else quantized_copy(w, params.transpose_rhs, recipe, scale)
-            for w in (ws if params.moves_product else [ws[i] for i in given])
-        ]
+        ws = ws if params.moves_product else [ws[i] for i in given]
+        if in_turns and not (params.transpose_rhs or isinstance(ws[0], Scaled)):
+            ws = [_quantize_computed.pair(ws[0], ws[1], recipe.w)]
+        else:
+            ws = [
+                w if isinstance(w, Scaled)
+                else quantized_copy(w, params.transpose_rhs, recipe, scale)
+                for w in ws
+            ]  # fmt: skip
+            ws = [_quantize_computed.in_turns(*ws)] if in_turns else ws
         like = next(x for x in x_types if x is not None)
         found, moved = _multiply(
             op,
@@ -316,6 +381,9 @@ def _backward(
             precision=recipe.gradient_precision,
             **options,
         )
+        if in_turns:
+            # Before dw, which is in the way of both operands: in its place there is room for one.
+            found, turned = lax.optimization_barrier((list(found), turned))
         dxs = [None if x is None else dx for x, dx in zip(x_types, found, strict=True)]
     elif params.moves_product:
         moved = [_moved(one, params) for one in moved]
@@ -326,17 +394,28 @@ def _backward(
             continue
         x = xs[i if params.xs > 1 else 0]
         at = given.index(at)
-        dy, turned = (moved[at], None) if params.moves_product else (dys[at], quantized[at][1])
-        dws[i] = _weight_gradient(x, dy, turned, params, w.dtype)
+        dy, of_dw = (moved[at], None) if params.moves_product else (dys[at], turned[at])
+        dws[i] = _weight_gradient(x, dy, of_dw, params, w.dtype)
     return [*dxs, *dws, *dadded, *dstate, *copies]
+
+
+def _computes(params: _Params, sums: Sequence[jax.Array], turns: bool, of_dy: _Delayed) -> bool:
+    """Whether the gradients of an activation are computed as they are quantised: nothing else needs
+    them, but sums for biases."""
+    if params.activated is None or len(sums) != 1 + params.activated.gated:
+        return False
+    if of_dy.scale is not None or params.recipe.dw is None or not turns:
+        return False
+    whole = len(sums) == 1 or (sums[0].shape[-1] % BLOCK == 0 and params.recipe.w.block[0] != 1)
+    return whole and _quantize_computed.is_taken(params.recipe.dy, *sums)
 
 
 def quantized_copy(w: jax.Array, turned: bool, recipe: Recipe, scale: jax.Array | None) -> Scaled:
     """w quantised as it is, or its transpose."""
     if not turned:
         return recipe.w.quantize(w, scale=scale)
-    _, copy = recipe.w.quantize(w, transpose=True, scale=scale)
-    return copy
+    form = recipe.w
+    return _quantize.transposed(w, form.dtype, form.block, form.power_of_two, scale)
 
 
 def one_term(xs: Sequence[Scaled], ws: Sequence[Scaled]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -398,13 +477,13 @@ def _along_rows(a: jax.Array | Scaled, form: Format) -> Scaled:
             of_rows = spread_scale(scale, a.shape[:-1])
             scale = in_rows(jnp.broadcast_to(of_rows, (*a.shape[:-1], scale.shape[-1])))
         matrix = Scaled(in_rows(a.values), scale)
-        return _quantize.transposed_again(matrix, form.dtype, form.block, form.power_of_two)
+        return _quantize.transposed(matrix, form.dtype, form.block, form.power_of_two)
     return form.quantize(in_rows(a).T)
 
 
 _product = differentiated(
-    lambda params, *operands: _made(operands, params)[0],
-    kept=lambda operands, params: _made(operands, params)[1],
+    lambda params, *operands: _results(_made(operands, params)[0], params),
+    kept=lambda operands, params: _forward(None, operands, params)[1],
     tangents=_tangents,
     backward=_backward,
     forward=_forward,
@@ -473,28 +552,3 @@ def _next_state(
         None if like is None else jnp.where(first, one, 0)
         for one, like in zip((*scales, *histories), wanted, strict=True)
     ]
-
-
-# ---- Activations ---------------------------------------------------------------------------------
-
-
-def _forward_activated(
-    call: Any, sums: Sequence[Any], epilogue: Epilogue
-) -> tuple[Sequence[Any], Any]:
-    sums = [checkpoint_name(one, PREACTIVATION) for one in sums]
-    return [checkpoint_name(y, ACTIVATED) for y in call(epilogue, *sums)], list(sums)
-
-
-def _tangents_activated(sums: Any, tangents: Sequence[Any], epilogue: Epilogue) -> Any:
-    dense = [jnp.zeros_like(one) if t is None else t for one, t in zip(sums, tangents, strict=True)]
-    return _epilogue.tangents(epilogue, sums, dense)
-
-
-_activated = differentiated(
-    lambda epilogue, *sums: _epilogue.apply(epilogue, sums, (), sums[0].dtype)[0],
-    kept=lambda sums, epilogue: list(sums),
-    tangents=_tangents_activated,
-    backward=lambda sums, dys, wanted, epilogue: _epilogue.gradient(epilogue, sums, dys),
-    forward=_forward_activated,
-    axes=lambda epilogue: None,
-)
