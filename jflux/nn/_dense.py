@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from .._ops import _epilogue, _lax
 from .._ops._lax import several
-from .._ops._recipe import AnyRecipe
+from .._ops._recipe import AnyRecipe, QuantizesActivation, Recipe
 from .._ops._spec import Layout
 from .._ops.products import _product
 from .._ops.products.all_gather_matmul import all_gather_matmul
@@ -186,6 +186,15 @@ def _all_reduce(x: jax.Array, w: jax.Array, bias: Any, residual: Any, **options:
     return y if bias is None else _epilogue.add(y, [bias])
 
 
+def _for_hidden(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of an MLP's first product, which by a recipe quantises what the second one takes:
+    where a rank calls both, the activated array is in no memory then."""
+    recipe = options.get("recipe")
+    if isinstance(recipe, Recipe) and meshes.is_bound(options["axis_name"]):
+        return options | {"recipe": QuantizesActivation(recipe)}
+    return options
+
+
 @meshes.axis_by_name
 def mlp(
     x: jax.Array,
@@ -221,7 +230,9 @@ def mlp(
         raise TypeError("jflux.nn.mlp: up is one weight; jflux.nn.gated_mlp takes a gate and an up")
     options["axis_name"] = axis_name
     padding = _padding.for_ranks(x, -2, up, **options)
-    hidden = column_parallel(padding.pad(x), up, bias=up_bias, activation=activation, **options)
+    hidden = column_parallel(
+        padding.pad(x), up, bias=up_bias, activation=activation, **_for_hidden(options)
+    )
     residual = padding.pad(residual)
     return padding.cut(row_parallel(hidden, down, bias=down_bias, residual=residual, **options))
 
@@ -251,7 +262,7 @@ def gated_mlp(
     padding = _padding.for_ranks(x, -2, up, **options)
     hidden = column_parallel(
         padding.pad(x), (gate, up), bias=(gate_bias, up_bias), activation=activation, gated=True,
-        **options,
+        **_for_hidden(options),
     )  # fmt: skip
     residual = padding.pad(residual)
     return padding.cut(row_parallel(hidden, down, bias=down_bias, residual=residual, **options))
