@@ -22,7 +22,7 @@ constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 struct Case {
   int64_t stack, rows, columns;
   QuantizeBlock block;
-  bool transpose = false, given = false, losses = false, power_of_two = false;
+  bool transpose = false, given = false, losses = false, power_of_two = false, copy = true;
 };
 
 template <DType kValues>
@@ -118,7 +118,7 @@ void Check(const Case& c, uint32_t seed) {
   std::mt19937 random(seed);
   const int64_t count = c.stack * c.rows * c.columns, matrix = c.rows * c.columns;
   const auto x = Numbers<T>(random, count, c.columns, seed % 3 != 0);
-  const QuantizeParams p{c.stack,     c.rows,         c.columns,         c.block,
+  const QuantizeParams p{c.stack,     c.rows,         c.columns,         c.block, c.copy,
                          c.transpose, c.power_of_two, simt::kDTypeOf<T>, kValues};
   Array<float> given(p.Scales());
   constexpr float kGiven[] = {
@@ -129,11 +129,12 @@ void Check(const Case& c, uint32_t seed) {
   Array<float> scale[2] = {Array<float>(p.Scales()), Array<float>(p.TransposedScales())};
   Array<uint32_t> maxima(p.Maxima());
   QuantizeLosses losses{-1, -1};
-  const QuantizeArrays arrays{x.data.data(),
-                              c.given ? given.get() : nullptr,
-                              {{values[0].get(), scale[0].get(), maxima.get()},
-                               {values[1].get(), scale[1].get(), maxima.get() + p.Scales()}},
-                              c.losses ? &losses : nullptr};
+  const QuantizeArrays arrays{
+      x.data.data(),
+      c.given ? given.get() : nullptr,
+      {{values[0].get(), scale[0].get(), maxima.get()},
+       {values[1].get(), scale[1].get(), maxima.get() + (c.copy ? p.Scales() : 0)}},
+      c.losses ? &losses : nullptr};
   std::string error;
   EXPECT(LaunchQuantize(p, arrays, nullptr, &error)) << error;
   const std::string failure = simt::Run(seed);
@@ -141,7 +142,7 @@ void Check(const Case& c, uint32_t seed) {
 
   QuantizeLosses lost{};
   for (const bool transposed : {false, true}) {
-    if (transposed && !c.transpose) break;
+    if (transposed ? !c.transpose : !c.copy) continue;
     const int64_t rows = transposed ? c.columns : c.rows;
     const int64_t columns = transposed ? c.rows : c.columns;
     const int64_t scales = scale[transposed].size() / c.stack;
@@ -203,6 +204,9 @@ void CheckAll(uint32_t seed) {
   Check<T, kValues>({1, 144, 272, kRow, true, false, true}, seed++);
   Check<T, kValues>({1, 150, 272, {-1, 128}}, seed++);
   Check<T, kValues>({1, 150, 272, {128, -1}}, seed++);
+  // The transpose alone.
+  Check<T, kValues>({1, 144, 272, kSquare, true, false, false, true, false}, seed++);
+  Check<T, kValues>({2, 144, 144, kAll, true, false, false, false, false}, seed++);
 }
 
 TEST(BitsAreThoseOfTheDefinition) {
@@ -222,8 +226,8 @@ void CheckAgain(const QuantizeBlock& block, int64_t rows, int64_t columns, int64
   if (seed % 2 == 0) x.data[rows * columns / 3] = 0x7f;  // a NaN
   Array<float> of_x(counts_down * counts_across);
   for (float& v : of_x.data) v = std::exp2(static_cast<float>(random() % 40) - 20);
-  const QuantizeParams p{1,   rows, columns, block, true, true, DType::kF8E4M3FN, DType::kF8E4M3FN,
-                         true};
+  const QuantizeParams p{
+      1, rows, columns, block, false, true, true, DType::kF8E4M3FN, DType::kF8E4M3FN, true};
   Array<float> scale(p.TransposedScales());
   const QuantizeArrays arrays{
       x.get(),
@@ -259,6 +263,140 @@ TEST(QuantisedAgain) {
   CheckAgain({1, 128}, 272, 144, 272, 1, 2);
   CheckAgain({128, 128}, 160, 128, 1, 1, 3);
   CheckAgain({1, 128}, 16, 272, 1, 3, 4);
+}
+
+// ---- What is computed --------------------------------------------------------------------------
+
+struct AtX {
+  double value, slope;
+
+  double Gradient(double of_value) const { return slope == 0 ? 0 : slope * of_value; }
+};
+AtX ActivationAt(Activation activation, double x) {
+  const auto sigmoid = [](double x) { return 1 / (1 + std::exp(-x)); };
+  switch (activation) {
+    case Activation::kRelu:
+      return {x < 0 ? 0 : x, x > 0 ? 1.0 : 0.0};
+    case Activation::kGelu: {
+      const double cdf = std::erfc(-x * std::sqrt(0.5)) / 2;
+      return {x * cdf, cdf + x * std::exp(-x * x / 2) * std::sqrt(0.5 / std::acos(-1.0))};
+    }
+    case Activation::kGeluTanh: {
+      const double by = 2 * std::sqrt(2 / std::acos(-1.0)),
+                   s = sigmoid(by * (x + 0.044715 * x * x * x));
+      return {x * s, s + x * s * (1 - s) * by * (1 + 3 * 0.044715 * x * x)};
+    }
+    default: {
+      const double s = sigmoid(x);
+      return {x * s, s + x * s * (1 - s)};
+    }
+  }
+}
+
+// The copy in place of dy, its columns in turns, and the transposes are those of what is computed
+// in double. By relu nothing but the rounding to T is not exact, so that bits are the same.
+template <typename T>
+void CheckComputed(QuantizeSource source, Activation activation, int64_t rows, int64_t columns,
+                   bool transpose, bool has_factor, uint32_t seed) {
+  constexpr DType kValues = DType::kF8E4M3FN;
+  const bool is_square = source == QuantizeSource::kPair;
+  const Case c{1, rows, columns, {is_square ? 128 : 1, 128}, transpose, false, false, true};
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  const int64_t count = rows * columns;
+  Array<T> arrays[3] = {Array<T>(count), Array<T>(count), Array<T>(count)};
+  for (auto& a : arrays) {
+    for (T& v : a.data) v = static_cast<T>(random() % 16 == 0 ? 0 : 2 * normal(random));
+  }
+  auto& [x, factor, dy] = arrays;
+  QuantizeParams p{1, rows, columns, c.block, true, transpose, true, simt::kDTypeOf<T>, kValues};
+  p.source = source;
+  p.activation = activation;
+  const int parts = p.IsPair() ? 2 : 1;
+  std::vector<double> computed[2];
+  for (int64_t i = 0; i < count; ++i) {
+    const double of_x = static_cast<float>(x.data[i]), by = static_cast<float>(factor.data[i]),
+                 from = static_cast<float>(dy.data[i]);
+    const AtX at = ActivationAt(activation, of_x);
+    if (is_square) {
+      computed[0].push_back(of_x);
+      computed[1].push_back(by);
+    } else if (source == QuantizeSource::kGradients) {
+      computed[0].push_back(at.Gradient(from * by));
+      computed[1].push_back(at.value * from);
+    } else {
+      const double times = has_factor ? by : 1;
+      computed[0].push_back(source == QuantizeSource::kGradient ? at.Gradient(times)
+                                                                : at.value * times);
+    }
+  }
+  Array<uint8_t> values(parts * count), turned[2] = {Array<uint8_t>(count), Array<uint8_t>(count)};
+  Array<float> scale(p.Scales()),
+      turned_scale[2] = {Array<float>(p.TransposedScales()), Array<float>(p.TransposedScales())};
+  const bool in_place = source == QuantizeSource::kGradients;
+  QuantizeArrays given{};
+  given.x = x.get();
+  if (has_factor) given.factor = factor.get();
+  if (in_place) given.dy = dy.get();
+  auto* copies = in_place ? reinterpret_cast<uint8_t*>(dy.get()) : values.get();
+  given.results[0] = {copies, scale.get(), nullptr};
+  for (const int i : {0, 1})
+    given.results[1 + i] = {turned[i].get(), turned_scale[i].get(), nullptr};
+  std::string error;
+  EXPECT(LaunchQuantize(p, given, nullptr, &error)) << error;
+  const std::string failure = simt::Run(seed);
+  EXPECT(failure.empty()) << failure;
+
+  const bool is_exact = activation == Activation::kRelu || is_square;
+  int64_t wrong = 0;
+  for (int part = 0; part < parts; ++part) {
+    for (const bool transposed : {false, true}) {
+      if (transposed && !transpose) break;
+      const int64_t down = transposed ? columns : rows, across = transposed ? rows : columns;
+      const int64_t blocks = CeilDiv<int64_t>(across, 128);
+      const auto at = [&](int64_t r, int64_t k) {
+        const double v = computed[part][transposed ? k * columns + r : r * columns + k];
+        return static_cast<float>(static_cast<T>(static_cast<float>(v)));
+      };
+      const Exact<kValues> want(c, down, across, at, nullptr);
+      for (int64_t r = 0; r < down; ++r) {
+        for (int64_t k = 0; k < across; ++k) {
+          const int64_t tile = transposed ? k / 128 : k / 128 * parts + part;
+          const int64_t row = is_square ? r / 128 : r;
+          const uint8_t got = transposed ? turned[part].data[r * across + k]
+                                         : copies[r * across * parts + tile * 128 + k % 128];
+          const float s = transposed ? turned_scale[part].data[row * blocks + tile]
+                                     : scale.data[row * blocks * parts + tile];
+          const float of_want = want.scale[row * blocks + k / 128];
+          if (is_exact) {
+            wrong += s != of_want || !Same<kValues>(got, want.values[r * across + k]);
+            continue;
+          }
+          // A step of the type, which has three bits, or of the smallest numbers.
+          const float exact = at(r, k), found = float{Number<kValues>{got}} * s;
+          wrong += s != of_want && s != 2 * of_want && 2 * s != of_want;
+          wrong += !(std::abs(found - exact) <= std::max(std::abs(exact) / 8, s * 0x1p-8f));
+        }
+      }
+    }
+  }
+  EXPECT_EQ(wrong, 0) << "source " << static_cast<int>(source) << " activation "
+                      << static_cast<int>(activation) << " rows " << rows;
+}
+
+TEST(WhatIsComputed) {
+  using S = QuantizeSource;
+  uint32_t seed = 1;
+  for (const auto activation :
+       {Activation::kRelu, Activation::kSilu, Activation::kGelu, Activation::kGeluTanh}) {
+    CheckComputed<__nv_bfloat16>(S::kGradients, activation, 144, 256, true, true, seed++);
+    CheckComputed<__nv_bfloat16>(S::kActivated, activation, 130, 144, false, true, seed++);
+    CheckComputed<__half>(S::kActivated, activation, 3, 272, false, false, seed++);
+    CheckComputed<__half>(S::kGradient, activation, 144, 272, true, true, seed++);
+  }
+  CheckComputed<__half>(S::kGradients, Activation::kRelu, 16, 128, true, true, seed++);
+  CheckComputed<__nv_bfloat16>(S::kPair, Activation::kNone, 200, 256, false, true, seed++);
+  CheckComputed<float>(S::kPair, Activation::kNone, 128, 384, false, true, seed++);
 }
 
 }  // namespace
