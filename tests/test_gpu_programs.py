@@ -10,6 +10,7 @@ from harness import PLATFORM, make_mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
+import jflux.nn as jnn
 from jflux import _native
 from jflux._ops.attention import _one_device
 from jflux._ranks import meshes
@@ -80,6 +81,37 @@ def test_what_has_n_columns_is_padded_as_the_weights_are():
     found = {op: re.findall(r"[x<](\d+)x([a-z]\w+)>", operands) for op, operands in calls}
     assert found["all_gather_matmul"][1:] == [("32", "f16"), ("32", "f32")]
     assert found["matmul_reduce_scatter"][1:] == [("32", "f16"), ("32", "f32")]
+
+
+def test_quantised_activations_are_in_no_array_of_16_bits():
+    """Of an MLP by a recipe: not what it activates, nor the gradients of both sums. dy's bytes
+    become those of the copies."""
+    block = jflux.Recipe.block
+
+    def loss(x, *weights):
+        return jnp.sum(jnn.gated_mlp(x, *weights, axis_name="tp", recipe=block).astype("float32"))
+
+    columns, rows = P(None, "tp"), P("tp")
+    f = jax.shard_map(
+        jax.grad(loss, (0, 1, 2, 3)), mesh=make_mesh((2,)),
+        in_specs=(rows, columns, columns, rows), out_specs=(rows, columns, columns, rows),
+        check_vma=False,
+    )  # fmt: skip
+    shapes = ((1024, 512), (512, 1536), (512, 1536), (1536, 512))
+    with as_on_gpus(), jflux.config(unchecked_kernels=True):
+        traced = jax.jit(f).trace(*(jax.ShapeDtypeStruct(s, "bfloat16") for s in shapes))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    jax.clear_caches()
+    calls = re.findall(r"custom_call @jflux_(\w+)\(.*?\) (\{.*\}) : \((.*)\) -> (.*)", text)
+    sums = "tensor<1024x768xbf16>"
+    read = [(op, operands) for op, _, operands, _ in calls if sums in operands]
+    of_dy = f"tensor<1024x768xui16>, {sums}, {sums}"
+    assert read == [("quantize", f"{sums}, {sums}"), ("quantize", of_dy)]
+    assert [attributes for _, attributes, operands, _ in calls if operands == of_dy][0].count(
+        "output_operand_aliases"
+    )
+    made = [op for op, _, _, results in calls for _ in range(results.count(sums))]
+    assert made == ["all_gather_matmul"] * 3  # gate, up, and dy
 
 
 @pytest.mark.parametrize("length, width", [(512, 192), (500, 128)])

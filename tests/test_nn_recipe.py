@@ -67,6 +67,39 @@ def test_an_mlp(sequence_parallel):
     near(got, want, step=2.0**-5)  # where sums differ a value may be rounded to its neighbour
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_gradients_of_16_bits(gated):
+    """Those of an activation are quantised as they are computed: of each rank they are what the
+    products and the activation by themselves make, where dx is rounded twice."""
+    shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    weights = [draw(i, *s).astype(jnp.bfloat16) / 8 for i, s in enumerate(shapes)]
+    x = draw(3, 128, WIDTH).astype(jnp.bfloat16)
+    names = ("gate", "up", "down")
+
+    def mlp(x, weights):
+        f = jnn.gated_mlp if gated else jnn.mlp
+        given = dict(zip(names, weights, strict=True))
+        return f(x, **{n: given[n] for n in names[not gated :]}, axis_name="tp", recipe=BLOCK,
+                 activation="silu")  # fmt: skip
+
+    def by_hand(x, weights):
+        gate, up, down = weights
+        products = [jflux.matmul(x, w, recipe=BLOCK) for w in (gate, up)[not gated :]]
+        first, *other = (one.astype(jnp.float32) for one in products)
+        hidden = jax.nn.silu(first) * (other[0] if gated else 1)
+        return jflux.matmul(hidden.astype(x.dtype), down, recipe=BLOCK)
+
+    mapped = jax.shard_map(
+        mlp, mesh=make_mesh((1,)), in_specs=(P("tp"), (P(None, "tp"), P(None, "tp"), P("tp"))),
+        out_specs=P("tp"),
+    )  # fmt: skip
+    got, want = (
+        run(loss_and_gradients(lambda *a, f=f: f(*a).astype(jnp.float32)), x, tuple(weights))
+        for f in (mapped, by_hand)
+    )
+    near(*(jax.tree.map(lambda a: a.astype(jnp.float32), one) for one in (got, want)), step=2.0**-7)
+
+
 class Block(nn.Module):
     """Attention and an MLP, in linen."""
 

@@ -16,7 +16,8 @@ import jflux
 from jflux import _native
 from jflux._call import gpu_code
 from jflux._call.plans import Path
-from jflux._ops import _quantize
+from jflux._ops import _epilogue, _quantize, _quantize_computed
+from jflux._ops._epilogue import Epilogue
 from jflux._ops._scaled import spread
 
 E4M3, E5M2, INT8 = (np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8))
@@ -178,6 +179,71 @@ def test_what_is_quantised_again():
             values, scale, _ = definition(wide, E4M3, block, power_of_two=True)
             assert_same(got.values, values)
             assert_same(got.scale, scale)
+
+
+@pytest.mark.parametrize("activation", _epilogue.ACTIVATIONS)
+def test_what_is_computed(activation):
+    """An activation and its gradients, rounded to 16 bits and quantised; copies of two in turns.
+
+    relu is exact. Of the others a program may round to the neighbour, first to 16 bits."""
+    form = jflux.Recipe.block.x
+
+    def check(f, arrays, wanted):
+        """`wanted`: what is quantised of each result, [rows, columns], or two of them in turns."""
+        with jflux.config(unchecked_kernels=True):
+            program = jax.jit(f).lower(*arrays).compile()
+            assert fused_calls(program.as_text()) == ["quantize"] * (PLATFORM == "gpu")
+            got = program(*arrays)
+        for one, each in zip(jax.tree.leaves(got, is_leaf=is_scaled), wanted, strict=True):
+            copies = [definition(np.asarray(a), E4M3, form.block, power_of_two=True) for a in each]
+            values, scale, _ = copies[0]
+            if len(each) == 2:
+                values, scale = (
+                    np.stack([c[i].reshape(len(values), -1, size) for c in copies], 2)
+                    .reshape(len(values), -1)
+                    for i, size in ((0, 128), (1, 1))
+                )  # fmt: skip
+            if activation == "relu":
+                assert_same(one.values, values)
+                assert_same(one.scale, scale)
+                continue
+            exact = jflux.Scaled(jnp.asarray(values), jnp.asarray(scale)).dequantize()
+            of_row = np.max(np.abs(exact), 1, keepdims=True)
+            assert np.all(np.abs(one.dequantize() - exact) <= np.abs(exact) / 7 + of_row * 2**-14)
+
+    is_scaled = lambda one: isinstance(one, jflux.Scaled)  # noqa: E731
+    for dtype, shape in ((jnp.bfloat16, (144, 256)), (jnp.float16, (16, 128))):
+        rng = np.random.default_rng(0)
+        dy, gate, x = (jnp.asarray(2 * rng.standard_normal(shape), dtype) for _ in range(3))
+        for sums in ([gate, x], [x]):
+            epilogue = Epilogue((False,) * len(sums), activation, len(sums) == 2)
+            h = jax.jit(lambda *a, e=epilogue: _epilogue.apply(e, a, (), a[0].dtype)[0])(*sums)
+            dsums = jax.jit(lambda dy, *a, e=epilogue: _epilogue.gradient(e, a, [dy]))(dy, *sums)
+            check(lambda *a, e=epilogue: _quantize_computed.activated(e, a, form), sums, [h])
+            check(
+                lambda dy, *a, e=epilogue: _quantize_computed.gradients(e, a, dy, form, True),
+                [dy, *sums], [dsums, *([np.asarray(d).T] for d in dsums)],
+            )  # fmt: skip
+
+
+def test_pairs_and_transposes():
+    a, b = (numbers(i, (200, 256), jnp.bfloat16) for i in (0, 1))
+    form = jflux.Recipe.block.w
+    with jflux.config(unchecked_kernels=True), np.errstate(all="ignore"):
+        program = jax.jit(lambda a, b: _quantize_computed.pair(a, b, form)).lower(a, b).compile()
+        assert fused_calls(program.as_text()) == ["quantize"] * (PLATFORM == "gpu")
+        copies = [definition(one, E4M3, form.block, power_of_two=True) for one in (a, b)]
+        got = program(a, b)
+    for i in (0, 1):
+        assert_same(got.values.reshape(200, 2, 2, 128)[:, :, i].reshape(200, 256), copies[i][0])
+        assert_same(got.scale.reshape(2, 2, 2)[:, :, i], copies[i][1])
+    a = a[:192]
+    for block in ((128, 128), (1, 128), (-1, -1)):
+        got = jax.jit(lambda a, b=block: _quantize.transposed(a, E4M3, b, True))(a)
+        with np.errstate(all="ignore"):
+            values, scale, _ = definition(a.T, E4M3, block, power_of_two=True)
+        assert_same(got.values, values)
+        assert_same(got.scale, scale)
 
 
 def test_batches():
