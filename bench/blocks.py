@@ -11,7 +11,7 @@ weight its part. Three contestants run the same functions:
 
 What a contestant takes beyond "alone" is communication that is exposed. `--recipe block` adds
 
-  8 bits  jflux's ops by this recipe; weights are quantised in each step
+  8 bits  jflux's ops by this recipe, and jflux.nn's MLPs; weights are quantised in each step
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
+import jflux.nn as jnn
 from jflux import _heap
 from jflux._ops import _epilogue
 from jflux._ops._lax import several
@@ -97,7 +98,9 @@ RECIPES = {
 def by_recipe(name: str) -> Any:
     ops = ("all_gather_matmul", "matmul_reduce_scatter")
     given = {op: functools.partial(getattr(jflux, op), recipe=RECIPES[name]) for op in ops}
-    return types.SimpleNamespace(**given)
+    layers = {layer: functools.partial(getattr(jnn, layer), recipe=RECIPES[name])
+              for layer in ("mlp", "gated_mlp")}  # fmt: skip
+    return types.SimpleNamespace(**given, **layers)
 
 
 def shapes_of(model: Model, part: str) -> dict[str, tuple[tuple[int, int], P]]:
@@ -123,6 +126,10 @@ def flops(model: Model, part: str, tokens: int, ranks: int) -> float:
 
 
 def mlp(ops: Any, model: Model, x: jax.Array, w: Arrays, residual: jax.Array) -> jax.Array:
+    layer = getattr(ops, "gated_mlp" if model.gated else "mlp", None)
+    if layer is not None:
+        given = {name: w[name] for name in ("gate", "up", "down") if name in w}
+        return layer(x, **given, axis_name=AXIS, residual=residual)
     if model.gated:
         up = (w["gate"], w["up"])
         h = ops.all_gather_matmul(x, up, axis_name=AXIS, activation="silu", gated=True)
