@@ -110,6 +110,8 @@ def scaled(rng: random.Random, place: Place) -> Case:
     """A product of 8 bits with scales of rows and columns, or one scale for each rank, in a kernel.
     Values that a kernel reads along another axis, or scales of other rows, are far off."""
     unchecked = place.platform != "cpu" and plans.why_unchecked(False) is None
+    if unchecked and rng.random() < 0.2:
+        return large_sum(rng, place, has_scales=True)
     ops = ["all_gather_matmul"] + ["matmul_reduce_scatter"] * (place.platform != "cpu")
     ops += ["matmul_all_to_all", "all_to_all_matmul"] * unchecked
     lead = (*rng.choice([(), (), (2,)]), rng.choice(ROWS))
@@ -225,17 +227,19 @@ def quantized(rng: random.Random, place: Place) -> Case:
     return place.case("quantize", name, body, make, has_gradient=False)
 
 
-def large_sum(rng: random.Random, place: Place) -> Case:
+def large_sum(rng: random.Random, place: Place, *, has_scales: bool | None = None) -> Case:
     """matmul_all_reduce in one kernel: whole tiles for each rank, or, on two, few rows. Where
-    unchecked kernels run, also of 8 bits with scales."""
+    unchecked kernels run, also of 8 bits with scales, unless `has_scales` says whether."""
     world, dtype = place.world, rng.choice(HALVES)
     slow = place.platform == "cpu"
     k = rng.choice([8, 13] if slow else [64, 136, 392])
-    has_scales = not slow and plans.why_unchecked(False) is None and rng.random() < 0.5
+    if has_scales is None:
+        has_scales = not slow and plans.why_unchecked(False) is None and rng.random() < 0.5
     by_block = has_scales and rng.random() < 0.5
     of_x = of_w = dtype
     if has_scales:
-        of_x, k = rng.choice(_scaled.TYPES[: 2 if by_block else 3]), rng.choice([64, 400, 1040])
+        of_x = rng.choice(_scaled.TYPES[: 2 if by_block else 3])
+        k = rng.choice([64, 400, 1040, 2064])  # of the last, clusters share few rows' k
         is_whole = of_x == jnp.int8  # whose sums float16 does not hold
         dtype = jnp.bfloat16 if is_whole else rng.choice(HALVES)
         of_w = of_x if is_whole else jnp.float8_e4m3fn

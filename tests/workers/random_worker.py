@@ -260,7 +260,7 @@ def _large_sum(rng: random.Random, place: cases.Place) -> Chosen:
 
 
 def _scaled(rng: random.Random, place: cases.Place) -> Chosen:
-    return _chosen(rng, products.scaled(rng, place))
+    return _chosen(rng, products.scaled(rng, place), choice=draw_choice(rng, place.platform))
 
 
 def _exchange(rng: random.Random, place: cases.Place) -> Chosen:
