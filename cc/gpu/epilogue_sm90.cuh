@@ -101,10 +101,12 @@ __device__ __forceinline__ void StoreM64F32(const float (&acc)[kCount], void* y,
   }
 }
 
-// Multiplies row r of m64 blocks by rows[row_of(i, r)], of block i, and columns, which are y's from
-// n0 on, by columns[n]. Rows with row_of(i, r) < 0 become zero.
-template <int kColumns, int kBlocks, int kCount, typename RowOf>
-__device__ __forceinline__ void ScaleM64s(float (&acc)[kBlocks][kCount], const float* rows,
+// Multiplies row r of kColumns columns of kBlocks m64 blocks, from kFirst on, by rows[row_of(i,
+// r)], of block i, and the columns, which are y's from n0 on, by columns[n]. Rows with row_of(i, r)
+// < 0 become zero. Of blocks that are scaled one after the other the compiler may keep the scales
+// of all columns in registers, and spill others.
+template <int kColumns, int kBlocks = 1, int kFirst = 0, int kCount, typename RowOf>
+__device__ __forceinline__ void ScaleM64s(float (*acc)[kCount], const float* rows,
                                           const float* columns, int64_t n0, int64_t n,
                                           RowOf&& row_of) {
   const int thread = threadIdx.x % 128, row = 16 * (thread / 32) + thread % 32 / 4;
@@ -123,36 +125,12 @@ __device__ __forceinline__ void ScaleM64s(float (&acc)[kBlocks][kCount], const f
         col < n ? *reinterpret_cast<const float2*>(columns + col) : make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
-      float* a = &acc[i][4 * j];
+      float* a = &acc[i][kFirst / 2 + 4 * j];
       a[0] = a[0] * low[i] * c.x;
       a[1] = a[1] * low[i] * c.y;
       a[2] = a[2] * high[i] * c.x;
       a[3] = a[3] * high[i] * c.y;
     }
-  }
-}
-
-// Multiplies row r of kColumns columns of an m64 block, from kFirst on, by rows[row_of(r)], and its
-// columns, which are y's from n0 on, by columns[n]. Rows with row_of(r) < 0 become zero.
-template <int kColumns, int kFirst = 0, int kCount, typename RowOf>
-__device__ __forceinline__ void ScaleM64(float (&acc)[kCount], const float* rows,
-                                         const float* columns, int64_t n0, int64_t n,
-                                         RowOf&& row_of) {
-  const int thread = threadIdx.x % 128, row = 16 * (thread / 32) + thread % 32 / 4;
-  const int64_t low = row_of(row), high = row_of(row + 8);
-  const float of_low = low < 0 ? 0.0f : __ldg(rows + low);
-  const float of_high = high < 0 ? 0.0f : __ldg(rows + high);
-#pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
-    const int64_t col = n0 + 8 * j + 2 * (threadIdx.x % 4);
-    // n is a multiple of 8.
-    const float2 c =
-        col < n ? *reinterpret_cast<const float2*>(columns + col) : make_float2(0.0f, 0.0f);
-    float* a = &acc[kFirst / 2 + 4 * j];
-    a[0] = a[0] * of_low * c.x;
-    a[1] = a[1] * of_low * c.y;
-    a[2] = a[2] * of_high * c.x;
-    a[3] = a[3] * of_high * c.y;
   }
 }
 

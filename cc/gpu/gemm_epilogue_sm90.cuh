@@ -105,8 +105,9 @@ struct Scale {
   __device__ __forceinline__ void operator()(const Block& block) const {
     if constexpr (Block::Config::kScaled) {
       if (columns == nullptr) return;
-      ScaleM64<kColumns, kFirst>(block.acc, rows, columns, block.place.n0, block.place.Columns(),
-                                 [&](int r) { return block.place.RowAt(r, 1); });
+      ScaleM64s<kColumns, 1, kFirst>(&block.acc, rows, columns, block.place.n0,
+                                     block.place.Columns(),
+                                     [&](int, int r) { return block.place.RowAt(r, 1); });
     }
   }
 };

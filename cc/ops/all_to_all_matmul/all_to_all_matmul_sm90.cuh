@@ -325,12 +325,12 @@ struct AllToAllMatmulSm90 {
       if constexpr (Config::kScaled) {
         if (args.w_scale != nullptr) {
           const ScaledRows of_y = ScaledRowsOf(args, place);
-          ScaleM64s<Config::kTileN>(acc, args.x_scale, args.w_scale,
-                                    static_cast<int64_t>(tile.n) * Config::kTileN, args.n,
-                                    [&](int i, int r) {
-                                      const int64_t row = of_y.first + staging.M64At(i) * 64 + r;
-                                      return row < of_y.rows.Total() ? of_y.rows.Actual(row) : -1;
-                                    });
+          ScaleM64s<Config::kTileN, Config::kConsumerM64Blocks>(
+              acc, args.x_scale, args.w_scale, static_cast<int64_t>(tile.n) * Config::kTileN,
+              args.n, [&](int i, int r) {
+                const int64_t row = of_y.first + staging.M64At(i) * 64 + r;
+                return row < of_y.rows.Total() ? of_y.rows.Actual(row) : -1;
+              });
         }
       }
       StageTile(staging, acc, args, [&](int m64) { return HasRows(args, place, m64); });

@@ -290,11 +290,12 @@ struct FewRowsSm90 {
                                   Tile tile, AwaitPartials&& await_partials) {
       if constexpr (Config::kScaled) {
         if (args.w_scale != nullptr) {
-          ScaleM64s<Config::kSliceN>(acc, args.x_scale, args.w_scale, FirstColumn<Config>(tile),
-                                     args.n, [&](int i, int r) {
-                                       const int64_t row = i * 64 + r;
-                                       return row < args.rows ? row : -1;
-                                     });
+          ScaleM64s<Config::kSliceN, Config::kConsumerM64Blocks>(
+              acc, args.x_scale, args.w_scale, FirstColumn<Config>(tile), args.n,
+              [&](int i, int r) {
+                const int64_t row = i * 64 + r;
+                return row < args.rows ? row : -1;
+              });
         }
       }
       if (IsFloat16<Config>(args)) {

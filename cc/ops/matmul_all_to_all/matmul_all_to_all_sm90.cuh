@@ -206,11 +206,12 @@ struct MatmulAllToAllSm90 {
         if (args.w_scale != nullptr) {
           const ShardTile at = ShardTileOf(args, row_block, tile.n);
           const Place place = PlaceOf(args, at);
-          ScaleM64s<Config::kTileN>(acc, args.x_scale, args.w_scale, place.column,
-                                    EndOfColumns(args, at), [&](int i, int r) {
-                                      const int64_t row = place.row + staging.M64At(i) * 64 + r;
-                                      return row < place.rows.Total() ? place.rows.Actual(row) : -1;
-                                    });
+          ScaleM64s<Config::kTileN, Config::kConsumerM64Blocks>(
+              acc, args.x_scale, args.w_scale, place.column, EndOfColumns(args, at),
+              [&](int i, int r) {
+                const int64_t row = place.row + staging.M64At(i) * 64 + r;
+                return row < place.rows.Total() ? place.rows.Actual(row) : -1;
+              });
         }
       }
 #pragma unroll

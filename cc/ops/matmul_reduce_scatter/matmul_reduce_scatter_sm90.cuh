@@ -198,8 +198,9 @@ struct MatmulReduceScatterSm90 {
           const int64_t row0 =
               static_cast<int64_t>(row_block) * Config::kTileM + staging.M64At(i) * 64;
           if (args.w_scale != nullptr) {
-            ScaleM64<Config::kSliceN>(
-                acc[i], args.x_scale, args.w_scale, FirstColumn<Config>(tile), args.n, [&](int r) {
+            ScaleM64s<Config::kSliceN>(
+                &acc[i], args.x_scale, args.w_scale, FirstColumn<Config>(tile), args.n,
+                [&](int, int r) {
                   return row0 + r < args.rows.Total() ? args.rows.Actual(row0 + r) : -1;
                 });
           }
