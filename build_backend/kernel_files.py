@@ -21,7 +21,13 @@ _TEXT = """\
 template struct jflux::GemmFamily<jflux::{name}Instances, jflux::DType::k{format}, {layout}>;
 """
 # What the layouts of w are to GemmFamily.
-_LAYOUTS = {"kn": "false", "nk": "true", "nk_blocks": "true, jflux::Scales::kOfBlocks"}
+_LAYOUTS = {
+    "kn": "false",
+    "nk": "true",
+    "nk_blocks": "true, jflux::Scales::kOfBlocks",
+    "nk_quantizing": "true, jflux::Scales::kOfSums, true",
+    "nk_blocks_quantizing": "true, jflux::Scales::kOfBlocks, true",
+}
 
 
 def rows() -> Iterator[tuple[str, str, list[tuple[str, str]]]]:

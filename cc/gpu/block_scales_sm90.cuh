@@ -4,7 +4,7 @@
 // tensor cores' own sums of 8-bit floats do not have.
 //
 // Consumers share each tile. While one scales and adds a k-block's sums, the tensor cores have the
-// other's to multiply.
+// other's to multiply. A tile of two blocks of columns has registers for the sums of one at a time.
 //
 // An op with such kernels provides
 //
@@ -100,6 +100,15 @@ struct BlockScales {
       total[i] += sums[i] * (entry.rows.Of(i) * (is_left ? entry.left : entry.right));
     }
   }
+  // The same of half a tile, which is a block.
+  template <int kHalf, int kCount>
+  __device__ __forceinline__ void AddHalf(float (&total)[2 * kCount], const float (&sums)[kCount],
+                                          const Entry& entry) const {
+    const float of = kHalf == 0 ? entry.left : entry.right;
+    const RowScales::Entry by{entry.rows.low * of, entry.rows.high * of};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) total[kHalf * kCount + i] += sums[i] * by.Of(i);
+  }
 };
 
 // Scales::kOfVectors. A thread needs a quarter of a tile's columns. Its consumer reads them all
@@ -168,6 +177,42 @@ template <typename Config>
 using ScalesOfTile =
     std::conditional_t<Config::kScales == Scales::kOfVectors, VectorScales<Config>, BlockScales>;
 
+// MultiplyBlocks of a tile of two blocks of columns.
+template <typename Config, typename Release>
+__device__ __forceinline__ int MultiplyTwoBlocks(Accumulators<Config>& total,
+                                                 const GemmSmem<Config>& smem, int consumer,
+                                                 Ring<Config::kStages>& stages, int k_blocks,
+                                                 const BlockScales& scales, Release&& release) {
+  static_assert(Config::kTileN == 2 * kScaleBlock && !Config::kLendsStage);
+  int last = -1;
+  BlockScales::Entry next{};
+  if (k_blocks > 0) next = scales.Read(0);
+  for (int kb = 0; kb < k_blocks; ++kb) {
+    ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
+    const auto entry = next;
+    const auto multiply = [&](auto half) {
+      constexpr int kHalf = decltype(half)::value;
+      float sums[1][kScaleBlock / 2];
+      wgmma::Pin(sums[0]);
+      wgmma::Fence();
+      MultiplyStage<Config>(sums, smem.A(stages.index) + consumer * 8192,
+                            smem.B(stages.index) + kHalf * kScaleBlock * kBlockBytes,
+                            /*adds=*/false);
+      wgmma::Commit();
+      if (kHalf == 0 && kb + 1 < k_blocks) next = scales.Read(kb + 1);
+      wgmma::Wait<0>();
+      wgmma::Pin(sums[0]);
+      if (kHalf == 1) release(stages.index);
+      scales.AddHalf<kHalf>(total[0], sums[0], entry);
+    };
+    multiply(std::integral_constant<int, 0>{});
+    multiply(std::integral_constant<int, 1>{});
+    last = stages.index;
+    stages.Advance();
+  }
+  return last;
+}
+
 // total += a tile's scaled k-blocks. release(stage) is called when a stage has been read, but not
 // for a lent one. Returns the last stage.
 template <typename Config, typename Release>
@@ -177,6 +222,9 @@ __device__ __forceinline__ int MultiplyBlocks(Accumulators<Config>& total,
                                               const ScalesOfTile<Config>& scales,
                                               Release&& release) {
   static_assert(Config::kConsumerM64Blocks == 1);
+  if constexpr (Config::kTileN == 2 * kScaleBlock) {
+    return MultiplyTwoBlocks<Config>(total, smem, consumer, stages, k_blocks, scales, release);
+  }
   constexpr int kHalf = kMultiplySteps / 2;
   int last = -1;
   typename ScalesOfTile<Config>::Entry next{};

@@ -204,12 +204,12 @@ __device__ __forceinline__ float GeluTanh(float x) {
   return __fdividef(x, 1.0f + __expf(-2.0f * u));
 }
 
-// Applies the activation to kColumns columns of an m64 block.
-template <int kColumns, int kCount>
+// Applies the activation to kColumns columns of an m64 block, from kFirst on.
+template <int kColumns, int kFirst = 0, int kCount>
 __device__ __forceinline__ void Activate(float (&acc)[kCount], Activation activation) {
   const auto each = [&](auto&& f) {
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) acc[i] = f(acc[i]);
+    for (int i = kFirst / 2; i < (kFirst + kColumns) / 2; ++i) acc[i] = f(acc[i]);
   };
   switch (activation) {
     case Activation::kNone:

@@ -59,6 +59,16 @@ inline constexpr bool CanHave(Scales s, int32_t tile_n) {
   return !HasEntriesOfK(s) ||
          (s == Scales::kOfVectors ? tile_n == 128 || tile_n == 192 : !IsShared(tile_n));
 }
+// Whether kernels whose results are quantised have a tile of this many columns, with such scales:
+// with a gate, half of them, a block, are results.
+inline constexpr int32_t kQuantizingTile = 256;
+// How results are quantised: as e4m3, of which 1 x kScaleBlock share a scale.
+enum class Quantizing : int64_t { kNone, kByAnyScale, kByPowersOfTwo };
+inline constexpr DType kQuantized = DType::kF8E4M3FN;  // and operands of these kernels
+inline constexpr bool IsQuantizing(int64_t number) { return 0 <= number && number <= 2; }
+inline constexpr bool CanQuantize(Scales s, int32_t tile_n) {
+  return tile_n == kQuantizingTile && (s == Scales::kOfSums || s == Scales::kOfBlocks);
+}
 // The elements of k, or of another dimension, that share an entry of such a scale. Those of k are a
 // k-block of the main loop.
 inline constexpr int kScaleBlock = 128;
@@ -148,6 +158,11 @@ inline constexpr int32_t FewTileN(int32_t cluster_m) { return cluster_m == 2 ? 1
 inline GemmChoice ForFew(GemmChoice c, DType dtype) {
   if (dtype == DType::kS8) c.tile_n = FewTileN(c.cluster_m);
   return c;
+}
+
+// The choice for a call whose results are quantised, with groups of as many rows.
+inline GemmChoice ForQuantizing(const GemmChoice& c) {
+  return {kQuantizingTile, 2, c.cluster_m == 2 ? c.group_m : CeilDiv(c.group_m, 2)};
 }
 
 // CTAs that run at once. Not all SMs are in groups of four: 120 of 132.

@@ -128,8 +128,9 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
       });
     } else {
       // Here the first k-block is known to read no accumulators. Those of int32 would else live
-      // through the epilogue, beside the numbers that it makes of them.
-      constexpr bool kBeforeLoop = kFirstWrites && Config::kWhole;
+      // through the epilogue, beside the numbers that it makes of them; and where results are
+      // quantised, the compiler would have each k-block waited for.
+      constexpr bool kBeforeLoop = kFirstWrites && (Config::kWhole || Config::kQuantizes);
       if constexpr (kBeforeLoop) {
         ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
         Operands::BeforeMultiply();

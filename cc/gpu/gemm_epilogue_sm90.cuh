@@ -27,11 +27,14 @@
 #define JFLUX_GPU_GEMM_EPILOGUE_SM90_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/activation.h"
 #include "core/tile_order.h"
 #include "gpu/epilogue_sm90.cuh"
+#include "gpu/quantize_epilogue_sm90.cuh"
 #include "gpu/staging.cuh"
+#include "gpu/wgmma.cuh"
 
 namespace jflux {
 
@@ -136,7 +139,14 @@ struct Activate {
   const Activation& activation;
   template <typename Block>
   __device__ __forceinline__ void operator()(const Block& block) const {
-    jflux::Activate<kColumns>(block.acc, activation);
+    if constexpr (Block::Config::kQuantizes && kColumns > kScaleBlock) {
+      // All together spill registers.
+      jflux::Activate<kScaleBlock>(block.acc, activation);
+      wgmma::Pin(block.acc);
+      jflux::Activate<kColumns - kScaleBlock, kScaleBlock>(block.acc, activation);
+    } else {
+      jflux::Activate<kColumns>(block.acc, activation);
+    }
   }
 };
 
@@ -196,14 +206,36 @@ struct Write {
   }
 };
 
+// Writes results: as Write does, or quantised, with their scales (kQuantizes).
+template <int kColumns>
+struct WriteResults {
+  void* const& data;
+  float* const& scale;
+  const bool& power_of_two;
+  template <typename Block>
+  __device__ __forceinline__ void operator()(const Block& block) const {
+    if constexpr (Block::Config::kQuantizes) {
+      const auto quantize = [&](auto first) {
+        QuantizeM64<first>(block.acc, static_cast<uint8_t*>(data), scale, power_of_two,
+                           block.place.n0 + first, block.place.Columns(),
+                           [&](int r, int64_t n) { return block.place.RowAt(r, n); });
+      };
+      quantize(std::integral_constant<int, 0>{});
+      if constexpr (kColumns > kScaleBlock) quantize(std::integral_constant<int, kScaleBlock>{});
+    } else {
+      Write<kColumns>{data}(block);
+    }
+  }
+};
+
 // Writes the sums that the gradient of an activation needs, if there is an array for them; with a
-// gate, those of both halves.
+// gate, those of both halves. What is quantised has no gradient.
 template <int kColumns>
 struct Save {
   void* const& data;
   template <typename Block>
   __device__ __forceinline__ void operator()(const Block& block) const {
-    if (data != nullptr) Write<kColumns>{data}(block);
+    if (!Block::Config::kQuantizes && data != nullptr) Write<kColumns>{data}(block);
   }
 };
 template <int kHalf>
@@ -211,7 +243,7 @@ struct SaveHalves {
   void *const &first, *const &second;
   template <typename Block>
   __device__ __forceinline__ void operator()(const Block& block) const {
-    if (first == nullptr) return;
+    if (Block::Config::kQuantizes || first == nullptr) return;
     Write<kHalf>{first}(block);
     Write<kHalf, kHalf>{second}(block);
   }

@@ -24,10 +24,12 @@ __device__ __forceinline__ void ToFloats(const int32_t (&sums)[kCount], float (&
 inline constexpr int kMultiplySteps = kBlockBytes / kMultiplyBytes;
 
 // acc += A @ B over one k-block if `adds`, else acc = A @ B. `a` is the address of the consumer's
-// first m64 block. kFirst, kEnd: of the instructions.
-template <typename Config, int kFirst = 0, int kEnd = kMultiplySteps>
-__device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_t a, uint32_t b,
-                                              bool adds) {
+// first m64 block. kFirst, kEnd: of the instructions. kCount: of a tile's accumulators, or of those
+// of fewer columns.
+template <typename Config, int kFirst = 0, int kEnd = kMultiplySteps, int kCount>
+__device__ __forceinline__ void MultiplyStage(
+    typename Config::Sum (&acc)[Config::kConsumerM64Blocks][kCount], uint32_t a, uint32_t b,
+    bool adds) {
   constexpr int kTransA = Config::kTransposeLhs ? 1 : 0, kTransB = Config::kTransposeRhs ? 0 : 1;
   constexpr const typename Config::T* kType = nullptr;
 #pragma unroll

@@ -24,9 +24,11 @@ inline constexpr int kStripBytes = 64 * kBlockBytes;
 
 // A cluster has kClusterM CTAs on consecutive row blocks that share w's tile. Or it has kClusterK
 // CTAs that split the k of one tile, and each finishes a slice of the tile's columns.
-// kMayLendStage: the op allows kLendsStage. kTransposeLhs: x is stored [k, m].
+// kMayLendStage: the op allows kLendsStage. kTransposeLhs: x is stored [k, m]. kQuantizes: results
+// leave the kernel with scales of kScaleBlock columns (gpu/quantize_epilogue_sm90.cuh).
 template <typename T_, int kTileN_, int kClusterM_, bool kTransposeRhs_, bool kMayLendStage,
-          int kClusterK_ = 1, bool kTransposeLhs_ = false, Scales kScales_ = Scales::kOfSums>
+          int kClusterK_ = 1, bool kTransposeLhs_ = false, Scales kScales_ = Scales::kOfSums,
+          bool kQuantizes_ = false>
 struct GemmConfig {
   using T = T_;
   // Whether sums are whole numbers, and their type.
@@ -41,10 +43,13 @@ struct GemmConfig {
   static constexpr Scales kScales = kScales_;
   static constexpr bool kBlockScales = HasEntriesOfK(kScales);
   static constexpr bool kScaled = kNarrow && !kBlockScales;
+  static constexpr bool kQuantizes = kQuantizes_;
   static constexpr int kTileM = 128;
   static constexpr int kTileN = kTileN_;
   static constexpr int kTileK = kBlockBytes / sizeof(T);
-  static_assert(!kBlockScales || (kTileK == kScaleBlock && CanHave(kScales, kTileN)));
+  static_assert(!kQuantizes || (kNarrow && CanQuantize(kScales, kTileN)));
+  static_assert(!kBlockScales ||
+                (kTileK == kScaleBlock && (kQuantizes || CanHave(kScales, kTileN))));
   static constexpr int kClusterM = kClusterM_;
   static constexpr int kClusterK = kClusterK_;
   static constexpr int kCluster = kClusterM * kClusterK;
@@ -84,8 +89,8 @@ struct GemmConfig {
   static constexpr int kLoadN = kTransposeRhs ? kTileN : RoundUp(kTileN, kBoxN);
   static constexpr int kABytes = kTileM * kBlockBytes;
   static constexpr int kBBytes = kLoadN * kBlockBytes;
-  // An m64 block's slice of results, in a 16-bit type.
-  static constexpr int kStagingBytes = 64 * kSliceN * 2;
+  // An m64 block's slice of results, in a 16-bit type. What is quantised is stored from registers.
+  static constexpr int kStagingBytes = kQuantizes ? 0 : 64 * kSliceN * 2;
   // With a lent stage, the first strip is staged in the consumer's own staging, the second in the
   // consumer's rows of the stage's A, and the rest in the consumer's half of the stage's B.
   static_assert(!kLendsStage || (kABytes == kConsumers * kStripBytes &&

@@ -4,36 +4,38 @@
 //          GPUs,      that they are compiled for (gpu/machine.h)
 //          OP(Name),  k<Name>Op, defined in the folder's _ffi.cc
 //          INSTANCE(format, layout of w))  an object of its own (runtime/gemm_instances_cuda.h);
-//                                          nk_blocks: [n, k], with scales of blocks
+//                                          nk_blocks: [n, k], with scales of blocks;
+//                                          nk_quantizing, nk_blocks_quantizing: results too
 //
 // FFI targets, names in error messages, the loading of kernels, jflux._jflux.plan and its constants
 // follow from the rows. The build reads them too (build_backend/kernel_files.py).
 #include "runtime/op.h"
 
-#define JFLUX_FOLDERS(FOLDER, OP)                                                      \
-  FOLDER(AllGatherMatmul, kHopper, OP(AllGatherMatmul),                                \
-         INSTANCE(F16, kn) INSTANCE(F16, nk) INSTANCE(BF16, kn) INSTANCE(BF16, nk)     \
-             INSTANCE(F8E4M3FN, nk) INSTANCE(F8E4M3FN, nk_blocks) INSTANCE(F8E5M2, nk) \
-                 INSTANCE(F8E5M2, nk_blocks) INSTANCE(S8, nk))                         \
-  FOLDER(Matmul, kHopper, OP(Matmul))                                                  \
-  FOLDER(MatmulReduceScatter, kHopper, OP(MatmulReduceScatter))                        \
-  FOLDER(MatmulAllToAll, kHopper, OP(MatmulAllToAll))                                  \
-  FOLDER(MatmulAllReduce, kHopper, OP(MatmulAllReduce))                                \
-  FOLDER(AllToAllMatmul, kHopper, OP(AllToAllMatmul))                                  \
-  FOLDER(AllReduce, kPortable, OP(AllReduce))                                          \
-  FOLDER(Exchange, kPortable, OP(AllGather) OP(AllToAll) OP(ReduceScatter))            \
-  FOLDER(RaggedAllToAll, kPortable, OP(RaggedAllToAll))                                \
-  FOLDER(AllGatherGroupedMatmul, kHopper, OP(AllGatherGroupedMatmul))                  \
-  FOLDER(GroupedMatmulReduceScatter, kHopper, OP(GroupedMatmulReduceScatter))          \
-  FOLDER(MoeDispatch, kHopper, OP(MoeDispatch) OP(MoeCombine))                         \
-  FOLDER(DecodeMerge, kPortable, OP(DecodeMerge))                                      \
-  FOLDER(AllGatherAttention, kHopper, OP(AllGatherAttention))                          \
-  FOLDER(FlashAttention, kHopper, OP(FlashAttention) OP(FlashAttentionBackward))       \
-  FOLDER(FlashDecode, kPortable, OP(FlashDecode))                                      \
-  FOLDER(GroupedMatmul, kHopper, OP(GroupedMatmul) OP(GroupedMatmulDw))                \
-  FOLDER(GroupedMatmulScaled, kHopper, OP(GroupedMatmulScaled))                        \
-  FOLDER(MoeRoute, kPortable, OP(MoeRoute))                                            \
-  FOLDER(MoeRows, kPortable, OP(MoeRows))                                              \
+#define JFLUX_FOLDERS(FOLDER, OP)                                                               \
+  FOLDER(AllGatherMatmul, kHopper, OP(AllGatherMatmul),                                         \
+         INSTANCE(F16, kn) INSTANCE(F16, nk) INSTANCE(BF16, kn) INSTANCE(BF16, nk)              \
+             INSTANCE(F8E4M3FN, nk) INSTANCE(F8E4M3FN, nk_blocks) INSTANCE(F8E5M2, nk)          \
+                 INSTANCE(F8E5M2, nk_blocks) INSTANCE(S8, nk) INSTANCE(F8E4M3FN, nk_quantizing) \
+                     INSTANCE(F8E4M3FN, nk_blocks_quantizing))                                  \
+  FOLDER(Matmul, kHopper, OP(Matmul))                                                           \
+  FOLDER(MatmulReduceScatter, kHopper, OP(MatmulReduceScatter))                                 \
+  FOLDER(MatmulAllToAll, kHopper, OP(MatmulAllToAll))                                           \
+  FOLDER(MatmulAllReduce, kHopper, OP(MatmulAllReduce))                                         \
+  FOLDER(AllToAllMatmul, kHopper, OP(AllToAllMatmul))                                           \
+  FOLDER(AllReduce, kPortable, OP(AllReduce))                                                   \
+  FOLDER(Exchange, kPortable, OP(AllGather) OP(AllToAll) OP(ReduceScatter))                     \
+  FOLDER(RaggedAllToAll, kPortable, OP(RaggedAllToAll))                                         \
+  FOLDER(AllGatherGroupedMatmul, kHopper, OP(AllGatherGroupedMatmul))                           \
+  FOLDER(GroupedMatmulReduceScatter, kHopper, OP(GroupedMatmulReduceScatter))                   \
+  FOLDER(MoeDispatch, kHopper, OP(MoeDispatch) OP(MoeCombine))                                  \
+  FOLDER(DecodeMerge, kPortable, OP(DecodeMerge))                                               \
+  FOLDER(AllGatherAttention, kHopper, OP(AllGatherAttention))                                   \
+  FOLDER(FlashAttention, kHopper, OP(FlashAttention) OP(FlashAttentionBackward))                \
+  FOLDER(FlashDecode, kPortable, OP(FlashDecode))                                               \
+  FOLDER(GroupedMatmul, kHopper, OP(GroupedMatmul) OP(GroupedMatmulDw))                         \
+  FOLDER(GroupedMatmulScaled, kHopper, OP(GroupedMatmulScaled))                                 \
+  FOLDER(MoeRoute, kPortable, OP(MoeRoute))                                                     \
+  FOLDER(MoeRows, kPortable, OP(MoeRows))                                                       \
   FOLDER(Quantize, kHopper, OP(Quantize))
 
 namespace jflux {

@@ -7,6 +7,7 @@
 //   kMostSplitsOfBlocks  the same with Scales::kOfBlocks; unless defined: 1
 //   kMayLendStage     whether tiles may lend a stage (gpu/gemm_smem.cuh)
 //   kVectorScales     whether there are kernels for Scales::kOfVectors; unless defined: none
+//   kQuantizes        whether there are kernels whose results are quantised; unless defined: none
 //
 // Kernels are compiled where GemmFamily is instantiated: in the op's own file; or, for an op that
 // takes minutes, in a file for each INSTANCE of its row in cc/ops/registry.cc, which the build
@@ -25,23 +26,28 @@
 
 namespace jflux {
 
+// Whether there are kernels with tiles of so many columns.
+constexpr bool HasTile(Scales scales, bool quantizes, int32_t tile_n) {
+  return quantizes ? CanQuantize(scales, tile_n) : CanHave(scales, tile_n);
+}
+
 // Calls visit.template operator()<Config>() for the configuration that fits `c`, among those from
 // kFirst on. False if there is none.
-template <typename T, bool kTransposeRhs, bool kMayLendStage, Scales kScales, size_t kFirst = 0,
-          typename F>
+template <typename T, bool kTransposeRhs, bool kMayLendStage, Scales kScales, bool kQuantizes,
+          size_t kFirst = 0, typename F>
 bool WithTile(const GemmChoice& c, F&& visit) {
   if constexpr (kFirst == std::size(kCompiled)) {
     return false;
   } else {
     constexpr GemmChoice kThis = kCompiled[kFirst];
-    if constexpr (CanHave(kScales, kThis.tile_n)) {
+    if constexpr (HasTile(kScales, kQuantizes, kThis.tile_n)) {
       if (c.tile_n == kThis.tile_n && c.cluster_m == kThis.cluster_m) {
         using Config = GemmConfig<T, kThis.tile_n, kThis.cluster_m, kTransposeRhs, kMayLendStage, 1,
-                                  false, kScales>;
+                                  false, kScales, kQuantizes>;
         return visit.template operator()<Config>();
       }
     }
-    return WithTile<T, kTransposeRhs, kMayLendStage, kScales, kFirst + 1>(c, visit);
+    return WithTile<T, kTransposeRhs, kMayLendStage, kScales, kQuantizes, kFirst + 1>(c, visit);
   }
 }
 
@@ -123,8 +129,10 @@ struct LaunchInstance {
   }
 };
 
-// The kernels for one format, layout of w, and kind of scales.
-template <typename Instances, DType kFormat, bool kTransposeRhs, Scales kScales = Scales::kOfSums>
+// The kernels for one format, layout of w, and kind of scales, of which results are quantised or
+// not.
+template <typename Instances, DType kFormat, bool kTransposeRhs, Scales kScales = Scales::kOfSums,
+          bool kQuantizes = false>
 struct GemmFamily {
   using T = CudaType<kFormat>;
   static bool Load(std::string* error);
@@ -132,11 +140,11 @@ struct GemmFamily {
   static bool Launch(const GemmChoice& choice, const LaunchInstance<Instances>& launch);
 };
 
-template <typename Instances, DType kFormat, bool kTransposeRhs, Scales kScales>
-bool GemmFamily<Instances, kFormat, kTransposeRhs, kScales>::Load(std::string* error) {
+template <typename Instances, DType kFormat, bool kTransposeRhs, Scales kScales, bool kQuantizes>
+bool GemmFamily<Instances, kFormat, kTransposeRhs, kScales, kQuantizes>::Load(std::string* error) {
   for (const GemmChoice& c : kCompiled) {
-    if (!CanHave(kScales, c.tile_n)) continue;
-    if (!WithTile<T, kTransposeRhs, Instances::kMayLendStage, kScales>(
+    if (!HasTile(kScales, kQuantizes, c.tile_n)) continue;
+    if (!WithTile<T, kTransposeRhs, Instances::kMayLendStage, kScales, kQuantizes>(
             c, LoadInstance<Instances>{error})) {
       return false;
     }
@@ -144,10 +152,10 @@ bool GemmFamily<Instances, kFormat, kTransposeRhs, kScales>::Load(std::string* e
   return true;
 }
 
-template <typename Instances, DType kFormat, bool kTransposeRhs, Scales kScales>
-bool GemmFamily<Instances, kFormat, kTransposeRhs, kScales>::Launch(
+template <typename Instances, DType kFormat, bool kTransposeRhs, Scales kScales, bool kQuantizes>
+bool GemmFamily<Instances, kFormat, kTransposeRhs, kScales, kQuantizes>::Launch(
     const GemmChoice& choice, const LaunchInstance<Instances>& launch) {
-  return WithTile<T, kTransposeRhs, Instances::kMayLendStage, kScales>(choice, launch);
+  return WithTile<T, kTransposeRhs, Instances::kMayLendStage, kScales, kQuantizes>(choice, launch);
 }
 
 // Whether an op has kernels for Scales::kOfVectors: it says kVectorScales.
@@ -156,6 +164,15 @@ inline constexpr bool kHasVectorScales = false;
 template <typename Instances>
 inline constexpr bool kHasVectorScales<Instances, std::void_t<decltype(Instances::kVectorScales)>> =
     Instances::kVectorScales;
+
+// The same of kernels whose results are quantised: it says kQuantizes.
+template <typename Instances, typename = void>
+inline constexpr bool kHasQuantizing = false;
+template <typename Instances>
+inline constexpr bool kHasQuantizing<Instances, std::void_t<decltype(Instances::kQuantizes)>> =
+    Instances::kQuantizes;
+template <typename Instances, Scales kScales>
+using QuantizingFamily = GemmFamily<Instances, kQuantized, true, kScales, /*kQuantizes=*/true>;
 
 template <typename Instances>
 bool LoadGemmInstances(std::string* error) {
@@ -171,6 +188,10 @@ bool LoadGemmInstances(std::string* error) {
       if constexpr (HasVectorScales(format()) && kHasVectorScales<Instances>) {
         loaded = loaded && GemmFamily<Instances, format(), true, Scales::kOfVectors>::Load(error);
       }
+      if constexpr (format() == kQuantized && kHasQuantizing<Instances>) {
+        loaded = loaded && QuantizingFamily<Instances, Scales::kOfSums>::Load(error) &&
+                 QuantizingFamily<Instances, Scales::kOfBlocks>::Load(error);
+      }
       return loaded;
     });
   });
@@ -179,13 +200,20 @@ bool LoadGemmInstances(std::string* error) {
 template <typename Instances>
 bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choice, void* args,
                         int num_tiles, int sm_count, cudaStream_t stream, std::string* error,
-                        Scales scales = Scales::kNone) {
+                        Scales scales = Scales::kNone, bool quantizes = false) {
   *error = "no kernel has tiles of " + std::to_string(choice.tile_n) + " columns, clusters of " +
            std::to_string(choice.cluster_m) + " and k in " + std::to_string(choice.splits);
   const LaunchInstance<Instances> launch{args, num_tiles, sm_count, choice.splits, stream, error};
   return WithFormat<Instances::kFormats.operands>(dtype, [&](auto format) {
     if constexpr (!FormatOf(format()).k_major) {
       if (!transpose_rhs) return GemmFamily<Instances, format(), false>::Launch(choice, launch);
+    }
+    if constexpr (format() == kQuantized && kHasQuantizing<Instances>) {
+      if (quantizes) {
+        return scales == Scales::kOfBlocks
+                   ? QuantizingFamily<Instances, Scales::kOfBlocks>::Launch(choice, launch)
+                   : QuantizingFamily<Instances, Scales::kOfSums>::Launch(choice, launch);
+      }
     }
     if constexpr (HasBlockScales(format())) {
       if (scales == Scales::kOfBlocks) {
@@ -209,6 +237,8 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
   extern template struct GemmFamily<Instances, DType::kBF16, true>;                        \
   extern template struct GemmFamily<Instances, DType::kF8E4M3FN, true>;                    \
   extern template struct GemmFamily<Instances, DType::kF8E4M3FN, true, Scales::kOfBlocks>; \
+  extern template struct GemmFamily<Instances, kQuantized, true, Scales::kOfSums, true>;   \
+  extern template struct GemmFamily<Instances, kQuantized, true, Scales::kOfBlocks, true>; \
   extern template struct GemmFamily<Instances, DType::kF8E5M2, true>;                      \
   extern template struct GemmFamily<Instances, DType::kF8E5M2, true, Scales::kOfBlocks>;   \
   extern template struct GemmFamily<Instances, DType::kS8, true>

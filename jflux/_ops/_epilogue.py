@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,14 @@ import numpy as np
 from jax import lax
 
 from .. import _native
+from .._call import plans
+from .._call.forms import ShapeDtype
 from . import _lax, _scaled
 from ._lax import several
-from ._scaled import Scales
+from ._scaled import BLOCK, Scaled, Scales
+
+if TYPE_CHECKING:
+    from ._recipe import Format
 
 
 @jax.custom_jvp
@@ -35,6 +40,9 @@ def _normal_cdf_jvp(primals: Any, tangents: Any) -> Any:
 #: returns.
 PREACTIVATION = "jflux_preactivation"
 ACTIVATED = "jflux_activated"
+
+#: Whether kernels that quantise their results have passed all checks on GPUs.
+QUANTIZING_CHECKED = False
 
 #: By name; "gelu" is the exact one, "gelu_tanh" its usual approximation. Those of
 #: cc/core/activation.h.
@@ -57,17 +65,58 @@ class Epilogue:
     Attributes:
       biased: which products have a bias.
       scales: of the products' operands.
+      quantize: how each y, which is computed in float32, is quantised: then it is two results,
+        values and scale.
     """
 
     biased: tuple[bool, ...]
     activation: str | None = None
     gated: bool = False
     scales: Scales = Scales.NONE
+    quantize: Format | None = None
 
     @property
     def results(self) -> int:
-        """How many y there are."""
-        return 1 if self.gated else len(self.biased)
+        """How many results all y are."""
+        count = 1 if self.gated else len(self.biased)
+        return count if self.quantize is None else 2 * count
+
+    def shapes(self, sums: Sequence[ShapeDtype]) -> list[ShapeDtype]:
+        """Of all y, from those of the sums."""
+        if self.quantize is None:
+            return list(sums[: self.results])
+        of_each = (self.quantize.shapes(shape) for shape, _ in sums[: self.results // 2])
+        return [one for both in of_each for one in both]
+
+    def quantized(self, ys: Sequence[jax.Array]) -> list[jax.Array]:
+        """The results of these y."""
+        if self.quantize is None:
+            return list(ys)
+        each = (self.quantize.quantize(y) for y in ys)
+        return [array for y in each for array in (y.values, y.scale)]
+
+    def as_scaled(self, results: Sequence[Any]) -> list[Any]:
+        """All y of their results."""
+        if self.quantize is None:
+            return list(results)
+        pairs = zip(results[::2], results[1::2], strict=True)
+        return [Scaled(values, scale) for values, scale in pairs]
+
+    def why_quantized_after(self, x: Any, ws: Sequence[Any]) -> str | None:
+        """Why no kernel that multiplies these quantises its results, or None."""
+        if self.quantize is None:
+            return None
+        of, block = np.dtype(self.quantize.dtype), self.quantize.block
+        types = {np.dtype(a.dtype) for a in (x, *ws)} | {of}
+        if block != (1, BLOCK) or types != {np.dtype(jnp.float8_e4m3fn)}:
+            names = ", ".join(np.dtype(a.dtype).name for a in (x, *ws))
+            return (
+                f"kernels that quantise their results make float8_e4m3fn in blocks of (1, {BLOCK}) "
+                f"of operands of that type, not {of.name} in blocks of {block} of {names}"
+            )
+        if self.scales is Scales.OF_VECTORS:
+            return f"kernels that quantise take blocks of k of w only for {BLOCK} columns each"
+        return plans.why_unchecked(QUANTIZING_CHECKED)
 
     @property
     def number(self) -> int:
@@ -81,6 +130,7 @@ class Epilogue:
             "activation": np.int64(self.number),
             "biased": np.array(self.biased, np.int64),
             "gated": bool(self.gated),
+            "quantize": np.int64(0 if self.quantize is None else 1 + self.quantize.power_of_two),
             "scales": np.int64(self.scales.in_kernels),
             "sums": sums,
         }
@@ -105,6 +155,21 @@ class Epilogue:
 def of_each(bias: Any, products: int) -> tuple[Any, ...]:
     """The bias of each product, as calls are given them: None for none."""
     return (None,) * products if bias is None else several(bias)
+
+
+def constants(biases: Sequence[Any]) -> tuple[Any, ...]:
+    """The bias of each product of results that are quantised: to differentiate one raises."""
+    given = _constants(*(b for b in biases if b is not None))
+    rest = iter(given)
+    return tuple(None if b is None else next(rest) for b in biases)
+
+
+@_scaled.without_derivative(
+    "jflux: a result that is quantised has no derivative: where biases are constants, pass "
+    "jax.lax.stop_gradient of them"
+)
+def _constants(*biases: jax.Array) -> tuple[jax.Array, ...]:
+    return biases
 
 
 def check(
@@ -153,8 +218,8 @@ def sum_dtype(out: np.dtype) -> np.dtype:
 def apply(
     epilogue: Epilogue, products: Sequence[jax.Array], operands: Sequence[jax.Array], out: np.dtype
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """(all y, all sums of a product and its bias), rounded to `out`. Scales of blocks are in the
-    products already."""
+    """(all y, all sums of a product and its bias), rounded to `out`, y perhaps quantised. Scales of
+    blocks are in the products already."""
     wide = sum_dtype(out)
     biases, of_rows, of_columns = epilogue.split(operands)
     rest, sums = iter(biases), []
@@ -165,7 +230,8 @@ def apply(
         if biased:
             total += in_rows(next(rest).astype(wide), product)
         sums.append(total)
-    return [y.astype(out) for y in _activate(epilogue, sums)], [s.astype(out) for s in sums]
+    ys = [y.astype(out) for y in _activate(epilogue, sums)]
+    return epilogue.quantized(ys), [s.astype(out) for s in sums]
 
 
 def of_products(

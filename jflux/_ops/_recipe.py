@@ -13,9 +13,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from .._call.forms import ShapeDtype
 from . import _scaled
 from ._lax import several
-from ._quantize import quantize
+from ._quantize import quantize, scale_shape
 from ._scaled import BLOCK, TYPES, Operand, Scaled
 
 #: The name that `jax.checkpoint` policies know the quantised copy of x by, where it is not moved.
@@ -51,6 +52,10 @@ class Format:
     def quantize(self, a: jax.Array, **options: Any) -> Any:
         """a [..., rows, columns], columns being summed over."""
         return quantize(a, self.dtype, block=self.block, power_of_two=self.power_of_two, **options)
+
+    def shapes(self, shape: tuple[int, ...]) -> tuple[ShapeDtype, ShapeDtype]:
+        """Of the values and of the scale of an array."""
+        return (shape, self.dtype), (scale_shape(shape, self.block), np.dtype(np.float32))
 
     def of_rows(
         self, a: jax.Array, transpose: bool = False, scale: jax.Array | None = None
@@ -337,6 +342,26 @@ def of_call(
     if recipe is not None:
         _check_wide(op, x, ws)
     return recipe
+
+
+def check_quantize(op: str, quantize: Any, preferred_element_type: DTypeLike | None) -> None:
+    """Raises for a call's `quantize` that is no format, or beside a type of y."""
+    if quantize is None:
+        return
+    if not isinstance(quantize, Format):
+        raise TypeError(f"jflux.{op}: quantize must be a jflux.Format, got {quantize!r}")
+    if preferred_element_type is not None and np.dtype(preferred_element_type) != np.float32:
+        raise ValueError(
+            f"jflux.{op}: with quantize, y is computed in float32, not "
+            f"{np.dtype(preferred_element_type)}: leave preferred_element_type out"
+        )
+
+
+def quantized(form: Format, y: Any, with_gathered: bool = False) -> Any:
+    """y, which may be several, quantised; `with_gathered`: of a pair of that and the gathered x."""
+    if with_gathered:
+        return quantized(form, y[0]), y[1]
+    return jax.tree.map(form.quantize, y)
 
 
 def _check_wide(op: str, x: Any, ws: Any) -> None:

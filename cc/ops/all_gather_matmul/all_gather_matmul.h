@@ -132,7 +132,8 @@ inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, i
 
 // `wanted`, as a call with these weights can take it. p.n is the columns of all weights.
 inline GemmChoice FitWeights(GemmChoice wanted, const AllGatherMatmulParams& p, bool gated,
-                             Scales scales, const Machine& machine) {
+                             Scales scales, bool quantizes, const Machine& machine) {
+  if (quantizes) return ForQuantizing(wanted);
   const int64_t rows = p.rows.Total(), k_bytes = p.k * SizeOf(p.dtype);
   const GemmChoice choice =
       gated ? ForGate(wanted, rows, p.n, k_bytes, machine,
@@ -159,13 +160,15 @@ struct AllGatherMatmulOperands {
     const float* bias;             // [n], or null
     void* sums;                    // as y, of what the activation is applied to; or null
     const float* scale = nullptr;  // of w: [n], [blocks of n, blocks of k], or [blocks of k, n]
+    float* y_scale = nullptr;      // of y that is quantised: [rows, blocks of n]
   } products[kMaxWeights];
   int32_t weights;
   Activation activation;
   bool gated;
   void* gathered;  // or null
   Scales scales = Scales::kNone;
-  const float* x_scale = nullptr;  // of all ranks' rows: [rows], or [rows, blocks of k]
+  const float* x_scale = nullptr;           // of all ranks' rows: [rows], or [rows, blocks of k]
+  Quantizing quantize = Quantizing::kNone;  // of all y, which params say are float32
 };
 
 // Enqueues the call on `stream`. params.n is the columns of all weights.

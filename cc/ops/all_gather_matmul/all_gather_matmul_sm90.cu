@@ -48,7 +48,8 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
     }
   }
   return LaunchGemmInstance<AllGatherMatmulInstances>(
-      p.dtype, p.transpose_rhs, choice, &args, args.num_tiles, sms, stream, error, operands.scales);
+      p.dtype, p.transpose_rhs, choice, &args, args.num_tiles, sms, stream, error, operands.scales,
+      operands.quantize != Quantizing::kNone);
 }
 
 }  // namespace jflux

@@ -211,7 +211,7 @@ struct AllGatherMatmulSm90 {
                 step::Bias<kHalf>{args.bias[0]}, step::Bias<kHalf, kHalf>{args.bias[1]},
                 step::SaveHalves<kHalf>{args.sums_data[0], args.sums_data[1]},
                 step::Activate<kHalf>{args.activation}, step::Gate<kHalf>{},
-                step::Write<kHalf>{args.y_data[0]});
+                step::WriteResults<kHalf>{args.y_data[0], args.y_scale[0], args.power_of_two});
           return;
         }
       }
@@ -220,7 +220,7 @@ struct AllGatherMatmulSm90 {
       const int i = columns.weight;
       Apply(block, step::Scale<kN>{args.x_scale, args.w_scale[i]}, step::Bias<kN>{args.bias[i]},
             step::Save<kN>{args.sums_data[i]}, step::Activate<kN>{args.activation},
-            step::Write<kN>{args.y_data[i]});
+            step::WriteResults<kN>{args.y_data[i], args.y_scale[i], args.power_of_two});
     }
 
     static __device__ void Store(const Args& args, const CallContext& call,
@@ -327,6 +327,7 @@ inline bool SetProductArgs(const AllGatherMatmulParams& p, const AllGatherMatmul
   args->weights = operands.weights;
   args->activation = operands.activation;
   args->gated = operands.gated;
+  args->power_of_two = operands.quantize == Quantizing::kByPowersOfTwo;
   args->out_f32 = p.out_dtype == DType::kF32;
   args->out_f16 = SizeOf(p.dtype) == 1 && p.out_dtype == DType::kF16;
   args->x_scale = operands.x_scale;
@@ -336,6 +337,7 @@ inline bool SetProductArgs(const AllGatherMatmulParams& p, const AllGatherMatmul
     const auto& product = operands.products[i];
     const int64_t n = product.n;
     args->y_data[i] = product.y;
+    args->y_scale[i] = product.y_scale;
     args->sums_data[i] = product.sums;
     args->bias[i] = product.bias;
     args->w_scale[i] = product.scale;
@@ -371,6 +373,7 @@ struct AllGatherMatmulInstances : AllGatherMatmulKernels {
   static constexpr int kMostSplits = kGatherSplits, kMostSplitsOfBlocks = kGatherSplits;
   // Results go to this GPU's memory, which takes them at once.
   static constexpr bool kMayLendStage = true;
+  static constexpr bool kQuantizes = true;
 };
 
 // They take as long to compile as the kernels of three other ops together.

@@ -62,6 +62,9 @@ struct AllGatherMatmulArgs {
   // of blocks of columns (Scales).
   const float* x_scale;
   const float* w_scale[kMaxWeights];
+  // Of y that is quantised (Config::kQuantizes): [rows, blocks of n].
+  float* y_scale[kMaxWeights];
+  bool power_of_two;
 };
 static_assert(sizeof(AllGatherMatmulArgs) <= 4096);  // the limit for kernel arguments
 

@@ -15,23 +15,25 @@ struct WeightsAttributes {
   int64_t activation = 0;  // number of an Activation
   Int64s biased;           // for each weight, 1 if it has a bias
   bool gated = false;
-  int64_t scales = 0;  // number of a Scales
+  int64_t scales = 0;    // number of a Scales
+  int64_t quantize = 0;  // number of a Quantizing
   bool sums = false;
 
   void Read(AttributeReader& read) {
-    read("activation", &activation)("biased", &biased)("gated", &gated)("scales", &scales)("sums",
-                                                                                           &sums);
+    read("activation", &activation)("biased", &biased)("gated", &gated)("quantize", &quantize)(
+        "scales", &scales)("sums", &sums);
   }
   // Whether there is nothing but one weight.
   bool IsPlain() const {
-    return activation == 0 && !gated && !sums && scales == 0 &&
+    return activation == 0 && !gated && !sums && scales == 0 && quantize == 0 &&
            std::count(biased.begin(), biased.end(), 1) == 0;
   }
 };
 
 // Reads w_0 .. w_p-1, a bias for each of them that is `biased`, and, if there are `scales`, that of
 // all rows of y and one of the columns of each w. Results: all y (of which there is one if they are
-// gated), p sums if there are `sums`, and perhaps one more, the gathered x.
+// gated), each followed by its scale if they are quantised, p sums if there are `sums`, and perhaps
+// one more, the gathered x.
 //
 // params_of(w, y, gathered) -> optional<AllGatherMatmulParams>. Sets *p, whose n is the columns of
 // all weights, and *operands but for x. Why they do not fit; "" if they do.
@@ -41,9 +43,12 @@ std::string ReadWeights(const WeightsAttributes& a, const ffi::RemainingArgs& re
                         AllGatherMatmulParams* p, AllGatherMatmulOperands* operands) {
   const size_t count = a.biased.size(), products = a.gated ? 1 : count;
   const size_t biases = std::count(a.biased.begin(), a.biased.end(), 1);
-  const size_t computed = products + (a.sums ? count : 0);
+  const bool quantizes = a.quantize != 0;
+  const size_t each = quantizes ? 2 : 1;  // results of a y
+  const size_t computed = products * each + (a.sums ? count : 0);
   const bool gathered = results.size() == computed + 1;
-  if (count < 1 || count > kMaxWeights || !IsScales(a.scales) ||
+  if (count < 1 || count > kMaxWeights || !IsScales(a.scales) || !IsQuantizing(a.quantize) ||
+      (quantizes && (a.sums || a.scales == 0)) ||
       rest.size() != count + biases + (a.scales != 0 ? 1 + count : 0) ||
       results.size() != computed + (gathered ? 1 : 0) || (a.gated && count != 2) ||
       !IsActivation(a.activation)) {
@@ -53,6 +58,7 @@ std::string ReadWeights(const WeightsAttributes& a, const ffi::RemainingArgs& re
   operands->activation = static_cast<Activation>(a.activation);
   operands->gated = a.gated;
   operands->scales = static_cast<Scales>(a.scales);
+  operands->quantize = static_cast<Quantizing>(a.quantize);
   const auto floats = [&](size_t i, int64_t size) {
     return FloatsOf(*rest.get<ffi::AnyBuffer>(i), size);
   };
@@ -60,8 +66,13 @@ std::string ReadWeights(const WeightsAttributes& a, const ffi::RemainingArgs& re
   int64_t columns = 0;
   for (size_t i = 0; i < count; ++i) {
     const auto w = *rest.get<ffi::AnyBuffer>(i);
-    auto y = *results.get<ffi::AnyBuffer>(a.gated ? 0 : i);
-    const auto params = params_of(w, *y, gathered);
+    const size_t at = a.gated ? 0 : i * each;
+    auto y = *results.get<ffi::AnyBuffer>(at);
+    auto params = params_of(w, *y, gathered);
+    if (params && quantizes) {
+      if (params->out_dtype != kQuantized) return kDoNotFit;
+      params->out_dtype = DType::kF32;
+    }
     if (!params ||
         (i > 0 && (params->out_dtype != p->out_dtype || params->DTypeOfW() != p->DTypeOfW()))) {
       return kDoNotFit;
@@ -69,6 +80,10 @@ std::string ReadWeights(const WeightsAttributes& a, const ffi::RemainingArgs& re
     *p = *params;
     if (!WhyNoKernel(*p).empty()) return kNoKernel;
     if (a.scales != 0 && SizeOf(p->dtype) != 1) return kDoNotFit;
+    if (quantizes && (p->dtype != kQuantized || p->DTypeOfW() != kQuantized ||
+                      !CanQuantize(operands->scales, kQuantizingTile))) {
+      return kNoKernel;
+    }
     if (operands->scales == Scales::kOfVectors
             ? !HasVectorScales(p->dtype)
             : HasEntriesOfK(operands->scales) && !HasBlockScales(p->dtype)) {
@@ -78,6 +93,14 @@ std::string ReadWeights(const WeightsAttributes& a, const ffi::RemainingArgs& re
     product.w = w.untyped_data();
     product.y = y->untyped_data();
     product.n = p->n;
+    if (quantizes) {
+      auto scale = *results.get<ffi::AnyBuffer>(at + 1);
+      const int64_t blocks = CeilDiv<int64_t>(p->n, kScaleBlock);
+      product.y_scale = FloatsOf(*scale, p->rows.Total() * blocks) == nullptr
+                            ? nullptr
+                            : static_cast<float*>(scale->untyped_data());
+      if (product.y_scale == nullptr) return "a scale of y does not fit";
+    }
     if (a.sums) {
       auto sums = *results.get<ffi::AnyBuffer>(products + i);
       if (sums->element_type() != y->element_type() || CountOf(*sums) != CountOf(*y)) {
@@ -113,6 +136,7 @@ std::string ReadWeights(const WeightsAttributes& a, const ffi::RemainingArgs& re
 // whose k one CTA computes.
 inline bool CanTake(const GemmChoice& c, const AllGatherMatmulParams& p,
                     const AllGatherMatmulOperands& operands) {
+  if (operands.quantize != Quantizing::kNone) return ForQuantizing(c) == c;
   const bool gate = c.tile_n % 128 == 0 && c.splits == 1;
   return SharesK(c, p.rows.Total(), p.k * SizeOf(p.dtype), kGatherSplits) &&
          (!operands.gated || gate) && (operands.scales != Scales::kOfVectors || !operands.gated) &&

@@ -25,7 +25,8 @@ inline GemmChoice ChooseMatmul(const AllGatherMatmulParams& p,
   const GemmChoice wanted = given ? *given
                                   : ChooseAllGather(/*world=*/1, p.rows.Total(), p.n, p.k, p.dtype,
                                                     machine, p.transpose_rhs);
-  return FitWeights(wanted, p, operands.gated, operands.scales, machine);
+  return FitWeights(wanted, p, operands.gated, operands.scales,
+                    operands.quantize != Quantizing::kNone, machine);
 }
 
 // Enqueues the call on `stream` of the current device.

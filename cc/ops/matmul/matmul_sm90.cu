@@ -26,6 +26,7 @@ struct Instances : MatmulKernels {
   static constexpr int kMostSplits = kGatherSplits, kMostSplitsOfBlocks = kGatherSplits;
   static constexpr bool kMayLendStage = true;
   static constexpr bool kVectorScales = true;
+  static constexpr bool kQuantizes = true;
 };
 
 }  // namespace
@@ -45,7 +46,8 @@ bool LaunchMatmul(const AllGatherMatmulParams& p, const AllGatherMatmulOperands&
   view.world = 1;
   if (!SetProductArgs(p, operands, choice, sm_count, view, &args, error)) return false;
   return LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,
-                                       Min(sm_count, kMostSms), stream, error, operands.scales);
+                                       Min(sm_count, kMostSms), stream, error, operands.scales,
+                                       operands.quantize != Quantizing::kNone);
 }
 
 }  // namespace jflux

@@ -33,6 +33,7 @@ class Sizes:
       first_k: of the first term alone, if there are several.
       gated: whether two weights make one result.
       scales: of the operands.
+      quantizes: whether results are quantised.
       split_rows, concat_rows: of an all-to-all: whether shards are rows of what is sent, and of
         what is put together.
     """
@@ -52,6 +53,7 @@ class Sizes:
     concat_rows: bool = False
     w_dtype: np.dtype | None = None
     scales: Scales = Scales.NONE
+    quantizes: bool = False
 
     @property
     def rows(self) -> int:
@@ -77,6 +79,7 @@ class Sizes:
             "first_k": self.first_k,
             "gated": self.gated,
             "block_scales": self.scales.has_blocks,
+            "quantizes": self.quantizes,
             "split_rows": self.split_rows,
             "concat_rows": self.concat_rows,
         }

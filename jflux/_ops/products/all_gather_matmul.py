@@ -30,7 +30,7 @@ from .._epilogue import ACTIVATED as ACTIVATED
 from .._epilogue import PREACTIVATION as PREACTIVATION
 from .._epilogue import Epilogue
 from .._lax import several
-from .._recipe import AnyRecipe, Weight
+from .._recipe import AnyRecipe, Format, Weight
 from .._scaled import Operand, Scaled, Scales
 from .._spec import Layout, OpSpec, all_ops
 from ..collectives import exchange
@@ -86,6 +86,7 @@ def all_gather_matmul(
     *,
     return_gathered: Literal[False] = ...,
     gated: Literal[False] = ...,
+    quantize: None = ...,
     **options: Unpack[Options],
 ) -> jax.Array: ...
 @overload
@@ -95,6 +96,7 @@ def all_gather_matmul(
     *,
     return_gathered: Literal[True],
     gated: Literal[False] = ...,
+    quantize: None = ...,
     **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
@@ -104,6 +106,7 @@ def all_gather_matmul(
     *,
     return_gathered: Literal[False] = ...,
     gated: Literal[True],
+    quantize: None = ...,
     **options: Unpack[Options],
 ) -> jax.Array: ...
 @overload
@@ -113,6 +116,7 @@ def all_gather_matmul(
     *,
     return_gathered: Literal[True],
     gated: Literal[True],
+    quantize: None = ...,
     **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
@@ -122,6 +126,7 @@ def all_gather_matmul(
     *,
     return_gathered: Literal[False] = ...,
     gated: Literal[False] = ...,
+    quantize: None = ...,
     **options: Unpack[Options],
 ) -> tuple[jax.Array, ...]: ...
 @overload
@@ -131,6 +136,7 @@ def all_gather_matmul(
     *,
     return_gathered: Literal[True],
     gated: Literal[False] = ...,
+    quantize: None = ...,
     **options: Unpack[Options],
 ) -> tuple[tuple[jax.Array, ...], jax.Array]: ...
 @overload
@@ -140,6 +146,7 @@ def all_gather_matmul(
     *,
     return_gathered: bool = ...,
     gated: bool = ...,
+    quantize: Format | None = ...,
     **options: Unpack[Options],
 ) -> Any: ...
 @meshes.axis_by_name
@@ -157,6 +164,7 @@ def all_gather_matmul(
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
     recipe: AnyRecipe | None = None,
+    quantize: Format | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -213,6 +221,10 @@ def all_gather_matmul(
         floats "highest" leaves out kernels that sum with fewer bits.
       recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
         quantised, and what gradients need; w may be already, by `Recipe.quantize_weight`.
+      quantize: a :class:`jflux.Format`: y is ``quantize.quantize(y)`` of the y in float32, a
+        :class:`jflux.Scaled`, which the next product takes. Of scaled operands of float8_e4m3fn,
+        Hopper's kernels round to that type in blocks of (1, 128) before they store y; else
+        :func:`jflux.quantize` follows, as it does for global arrays. It has no derivative.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
         what its type says (explicit sharding), or not at all. The axis is added at
@@ -238,6 +250,15 @@ def all_gather_matmul(
     """
     recipe = _recipe.of_call(OP, recipe, x, w, transpose_rhs)
     x, w = _scaled.of_product(OP, x, w)
+    _recipe.check_quantize(OP, quantize, preferred_element_type)
+    if quantize is not None and not (isinstance(x, Scaled) and meshes.is_bound(axis_name)):
+        y = all_gather_matmul(
+            x, w, axis_name=axis_name, gather_dimension=gather_dimension,
+            return_gathered=return_gathered, transpose_rhs=transpose_rhs, bias=bias,
+            activation=activation, gated=gated, preferred_element_type=jnp.float32,
+            precision=precision, recipe=recipe, mesh=mesh, x_spec=x_spec,
+        )  # fmt: skip
+        return _recipe.quantized(quantize, y, return_gathered)
     ws = several(w)
     if not ws:
         raise ValueError("jflux.all_gather_matmul: w is an empty sequence of weights")
@@ -278,12 +299,16 @@ def all_gather_matmul(
         rest = list(ws)
     ws = tuple(rest)
     w = ws if isinstance(w, tuple | list) else ws[0]
+    if quantize is not None:
+        preferred_element_type = jnp.float32
+        epilogue = dataclasses.replace(epilogue or Epilogue((False,) * len(ws)), quantize=quantize)
+        bias_of = _epilogue.constants(bias_of)
     out = _product.out_dtype(OP, (x, *ws), preferred_element_type, precision)
     if _product.is_for_lax(OP, axis_name, x, *ws, *bias_of, no_kernel=no_kernel):
         return reference(
             x, w, axis_name=axis_name, gather_dimension=dimension, return_gathered=return_gathered,
             transpose_rhs=transpose_rhs, bias=bias, activation=activation, gated=gated,
-            preferred_element_type=preferred_element_type, precision=precision,
+            preferred_element_type=preferred_element_type, precision=precision, quantize=quantize,
         )  # fmt: skip
     # Their gradients are summed over ranks that share them in this type.
     wide = _epilogue.sum_dtype(out)
@@ -317,6 +342,8 @@ def all_gather_matmul(
         ys, gathered = _with_empty_ones(x, ws, alone)
         if epilogue is not None:
             ys, _ = _epilogue.apply(epilogue, ys, after, out)
+    if epilogue is not None:
+        ys = epilogue.as_scaled(ys)
     if of_rows is not None and gathered is not None:
         gathered = Scaled(gathered, of_rows)
     y = tuple(ys) if isinstance(w, tuple | list) and not gated else ys[0]
@@ -337,6 +364,7 @@ def reference(
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
     recipe: AnyRecipe | None = None,
+    quantize: Format | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -348,6 +376,15 @@ def reference(
     """
     recipe = _recipe.of_call(f"reference.{OP}", recipe, x, w, transpose_rhs)
     x, w = _scaled.of_product(f"reference.{OP}", x, w)
+    _recipe.check_quantize(f"reference.{OP}", quantize, preferred_element_type)
+    if quantize is not None:
+        y = reference(
+            x, w, axis_name=axis_name, gather_dimension=gather_dimension,
+            return_gathered=return_gathered, transpose_rhs=transpose_rhs, bias=bias,
+            activation=activation, gated=gated, preferred_element_type=jnp.float32,
+            precision=precision, recipe=recipe, mesh=mesh, x_spec=x_spec,
+        )  # fmt: skip
+        return _recipe.quantized(quantize, y, return_gathered)
     if not meshes.is_bound(axis_name):
         return _over_global_arrays(
             reference, x, w, bias, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
@@ -624,7 +661,7 @@ def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
     sums = [
         ((*shape[:-1], _product.columns(w, params.transpose_rhs)), params.out_dtype) for w in ws
     ]
-    ys = sums if params.epilogue is None else sums[: params.epilogue.results]
+    ys = sums if params.epilogue is None else params.epilogue.shapes(sums)
     return _in_order(params, ys, sums, (tuple(shape), x.dtype))
 
 
@@ -731,6 +768,7 @@ def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
         transpose_rhs=params.transpose_rhs,
         gated=params.epilogue is not None and params.epilogue.gated,
         scales=params.scales.in_kernels,
+        quantizes=params.epilogue is not None and params.epilogue.quantize is not None,
         w_dtype=None if ws[0].dtype == x.dtype else ws[0].dtype,
     )
 
@@ -785,6 +823,16 @@ def _with_epilogue_after(
     return _finished(products, after, gathered, params)
 
 
+def _quantized_after(x: Any, *operands: Any, params: Params, prepared: str) -> list[Any]:
+    """The call as one in float32, which `quantize` follows."""
+    assert params.epilogue is not None
+    ws, _ = _weights(operands, params)
+    epilogue = dataclasses.replace(params.epilogue, quantize=None)
+    wide = _product.also_prepared(dataclasses.replace(params, epilogue=epilogue), prepared)
+    ys, sums, gathered = _unpack(_primitive.bind(x, *operands, params=wide), len(ws), wide)
+    return _in_order(params, params.epilogue.quantized(ys), sums, gathered)
+
+
 def _with_w_transposed(x: Any, *operands: Any, params: Params) -> list[Any]:
     """The call with each w as tensor cores take operands of 8 bits."""
     ws, after = _weights(operands, params)
@@ -832,6 +880,10 @@ def _canonical_epilogue(arrays: Arrays, params: Params, machine: Machine) -> Any
     ws, _ = _weights(operands, params)
     if not machine.on_gpus and params.scales is Scales.OF_BLOCKS:
         return None
+    if machine.on_gpus and (why := own.why_quantized_after(x, ws)):
+        return functools.partial(
+            _quantized_after, params=params, prepared=f"quantised after: {why}"
+        )
     if params.scales is Scales.PROMOTED:
 
         def as_kernels(x: Any, *operands: Any) -> list[Any]:

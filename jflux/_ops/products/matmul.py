@@ -13,14 +13,14 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ... import _config
-from ..._call import gpu_code, local_ops, tuning_tables
-from ..._call.forms import Op, ShapeDtype, WhyNot
+from ..._call import gpu_code, local_ops, plans, tuning_tables
+from ..._call.forms import Call, Form, Op, ShapeDtype, WhyNot
 from ..._call.plans import USUAL_SM_COUNT, Arrays, Machine, Path, Plan
 from ..._call.primitives import make_primitive
 from .. import _epilogue, _lax, _recipe, _scaled
 from .._epilogue import Epilogue
 from .._lax import several
-from .._recipe import AnyRecipe, Weight
+from .._recipe import AnyRecipe, Format, Weight
 from .._scaled import Operand, Scaled, Scales
 from . import _by_recipe, _product, _product_plan
 
@@ -38,6 +38,7 @@ def matmul(
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
     recipe: AnyRecipe | None = None,
+    quantize: Format | None = None,
 ) -> Any:
     """``x @ w`` on one rank; operands may have scales::
 
@@ -63,6 +64,7 @@ def matmul(
       precision: as in `lax.dot_general`.
       recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
         quantised, and what gradients need; w may be already, by `Recipe.quantize_weight`.
+      quantize: as in :func:`jflux.all_gather_matmul`.
 
     Returns:
       y, or a tuple of them if w is several and not gated.
@@ -79,7 +81,14 @@ def matmul(
       (dtype(bfloat16), 256.0)
     """
     recipe = _recipe.of_call(OP, recipe, x, w, transpose_rhs)
+    _recipe.check_quantize(OP, quantize, preferred_element_type)
     x, w = _scaled.of_product(OP, x, w)
+    if quantize is not None and (not isinstance(x, Scaled) or quantize.block[0] != 1):
+        y = matmul(
+            x, w, transpose_rhs=transpose_rhs, bias=bias, activation=activation, gated=gated,
+            preferred_element_type=jnp.float32, precision=precision, recipe=recipe,
+        )  # fmt: skip
+        return _recipe.quantized(quantize, y)
     ws = several(w)
     if not ws:
         raise ValueError("jflux.matmul: w is an empty sequence of weights")
@@ -94,6 +103,10 @@ def matmul(
             )
     columns = [_product.columns(one, transpose_rhs) for one in ws]
     _epilogue.check_shapes(OP, columns, biases, gated)
+    if quantize is not None:
+        preferred_element_type = jnp.float32
+        epilogue = dataclasses.replace(epilogue or Epilogue((False,) * len(ws)), quantize=quantize)
+        biases = _epilogue.constants(biases)
     if preferred_element_type is None:
         preferred_element_type = _product.default_dtype("all_gather_matmul", x, ws)
     out = _product.out_dtype(OP, (x, *ws), preferred_element_type, precision)
@@ -106,6 +119,7 @@ def matmul(
     given = [b for b in biases if b is not None]
     options = (given, epilogue, out, precision, transpose_rhs)
     ys = _with_scales(x, ws, *options) if isinstance(x, Scaled) else _in_lax(x, ws, *options)
+    ys = ys if quantize is None or epilogue is None else epilogue.as_scaled(ys)
     return ys[0] if is_one else tuple(ys)
 
 
@@ -195,7 +209,7 @@ def _shapes(arrays: Arrays, params: Params) -> list[ShapeDtype]:
     sums: list[ShapeDtype] = [
         ((x.shape[0], _product.columns(w, params.transpose_rhs)), params.out_dtype) for w in ws
     ]
-    return sums[: params.epilogue.results]
+    return params.epilogue.shapes(sums)
 
 
 def _reference(arrays: Arrays, params: Params) -> list[jax.Array]:
@@ -222,7 +236,18 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
         if not _product_plan.in_vectors([x], [w]):
             vector = _product_plan.vector(x.dtype)
             return f"x is {x.shape} and w {w.shape}; the kernel takes multiples of {vector}"
-    return None
+    return params.epilogue.why_quantized_after(x, ws)
+
+
+def _takes_quantized(call: Call, machine: Machine) -> Plan | None:
+    return None if call.params.epilogue.quantize is None else plans.decomposed("")
+
+
+def _quantized_after(arrays: Arrays, params: Params, plan: Plan) -> list[jax.Array]:
+    """A call in float32, which has a plan of its own, and `quantize`."""
+    epilogue = dataclasses.replace(params.epilogue, quantize=None)
+    ys = _primitive.bind(*arrays, params=dataclasses.replace(params, epilogue=epilogue))
+    return params.epilogue.quantized(ys)
 
 
 def _prepare(arrays: Arrays, params: Params) -> list[Any]:
@@ -257,6 +282,7 @@ def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
         gated=params.epilogue.gated,
         w_dtype=None if ws[0].dtype == x.dtype else ws[0].dtype,
         scales=params.epilogue.scales.in_kernels,
+        quantizes=params.epilogue.quantize is not None,
     )
 
 
@@ -318,6 +344,7 @@ _primitive = make_primitive(
                 prepare=_prepare,
                 plan=_plan,
             ),
+            Form(_takes_quantized, _quantized_after, "quantised after"),
         ),
         batch=_batch,
         flops=_flops,

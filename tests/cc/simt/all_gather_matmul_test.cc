@@ -10,6 +10,7 @@
 
 #include "simt/device_calls.h"
 #include "simt/machine.h"
+#include "simt/quantized.h"
 #include "simt/values.h"
 #include "testing.h"
 
@@ -29,7 +30,8 @@ struct Case {
   TestHooks hooks = {};
   // Of operands of 8 bits.
   Scales scales = Scales::kNone;
-  bool float32 = false;  // results
+  bool float32 = false;                     // results
+  Quantizing quantize = Quantizing::kNone;  // of float32, in calls of their own
 
   int64_t KBlocks() const {
     return scales == Scales::kOfBlocks ? CeilDiv<int64_t>(k, kScaleBlock) : 1;
@@ -46,6 +48,7 @@ struct Call {
   std::vector<Array<T>> x, gathered;
   std::vector<Array<R>> y;
   std::vector<Array<float>> w_scale;
+  std::vector<simt::QuantizedArray> quantized;  // y
   Array<float> x_scale;  // of all rows, as y has them, and of each block of k
 
   Call(const Case& c, std::mt19937& random)
@@ -55,6 +58,7 @@ struct Call {
       x.push_back(RandomArray<T>(random, c.rows.PerRank() * c.k));
       w.push_back(RandomArray<W>(random, c.k * c.n));
       y.emplace_back(c.rows.Total() * c.n);
+      quantized.emplace_back(c.rows.Total(), c.n);
       gathered.emplace_back(c.rows.Total() * c.k);
       const int64_t columns = CeilDiv<int64_t>(c.n, c.ColumnBlock()) * c.KBlocks();
       w_scale.push_back(RandomArray<float>(random, c.scales != Scales::kNone ? columns : 0));
@@ -88,6 +92,9 @@ struct Call {
       }
       return total;
     });
+    if constexpr (std::is_same_v<R, float>) {
+      if (c.quantize != Quantizing::kNone) wrong += quantized[rank].Wrong(y[rank], c.quantize);
+    }
     if (c.return_gathered) {
       wrong += simt::CountWrong(gathered[rank], [&](int64_t i) {
         return simt::Sum(x_at(virtual_row[i / c.k], i % c.k));
@@ -97,7 +104,8 @@ struct Call {
   }
 };
 
-// Runs three calls, and returns how many elements of all ranks' results are wrong.
+// Runs three calls, each of them twice if it quantises, and returns how many elements of all ranks'
+// results are wrong.
 template <typename T, typename R>
 int64_t RunOf(const Case& c, uint32_t seed) {
   constexpr int kCalls = 3;
@@ -110,10 +118,11 @@ int64_t RunOf(const Case& c, uint32_t seed) {
   simt::DeviceHeap heap(c.rows.world, workspace, c.hooks);
   std::vector<Call<T, R>> calls;
   for (int i = 0; i < kCalls; ++i) calls.emplace_back(c, random);
+  const int times = c.quantize == Quantizing::kNone ? 1 : 2;
   const bool ran = simt::RunOnDevices(
-      heap, c.rows.world, kCalls, seed,
-      [&](int i, const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        const int rank = view.rank;
+      heap, c.rows.world, kCalls * times, seed,
+      [&](int number, const CudaDevice& device, const SymmetricView& view, std::string* error) {
+        const int rank = view.rank, i = number / times;
         AllGatherMatmulOperands operands{};
         operands.x = calls[i].x[rank].get();
         operands.products[0] = {calls[i].w[rank].get(), calls[i].y[rank].get(), c.n, nullptr,
@@ -123,10 +132,17 @@ int64_t RunOf(const Case& c, uint32_t seed) {
           operands.x_scale = calls[i].x_scale.get();
           operands.products[0].scale = calls[i].w_scale[rank].get();
         }
+        if (number % times == 1) {
+          operands.quantize = c.quantize;
+          operands.products[0].y = calls[i].quantized[rank].values.get();
+          operands.products[0].y_scale = calls[i].quantized[rank].scale.get();
+        }
         operands.weights = 1;
         operands.gathered = c.return_gathered ? calls[i].gathered[rank].get() : nullptr;
         const Machine machine{kSms};
-        const ProductPlan plan{c.choice, AllGatherSenders(p, machine), workspace.TotalBytes()};
+        const bool quantizes = operands.quantize != Quantizing::kNone;
+        const GemmChoice choice = quantizes ? ForQuantizing(c.choice) : c.choice;
+        const ProductPlan plan{choice, AllGatherSenders(p, machine), workspace.TotalBytes()};
         return LoadAllGatherMatmulKernels(error) &&
                LaunchAllGatherMatmul(p, operands, plan, /*site=*/0, device, view, nullptr, error);
       });
@@ -187,6 +203,15 @@ TEST(MultipliesAndScalesEightBits) {
   EXPECT((RunOf<__nv_fp8_e5m2, __nv_bfloat16>(kScaledCases[0], seed)) == 0);
   EXPECT((RunOf<__nv_fp8_e4m3, __half>(kScaledCases[1], seed)) == 0);
   EXPECT((RunOf<__nv_fp8_e4m3, __half>(kScaledCases[5], seed)) == 0);
+}
+
+TEST(GathersAndQuantizes) {
+  simt::SetSmCount(kSms);
+  Case c{{3, 2, 70}, 272, 272, true, true, {256, 2, 1}, {0, 100}, kOfSums, /*float32=*/true};
+  c.quantize = Quantizing::kByAnyScale;
+  EXPECT_EQ((RunOf<__nv_fp8_e4m3, float>(c, 1)), 0);
+  c.scales = kOfBlocks, c.choice = {192, 1, 1}, c.quantize = Quantizing::kByPowersOfTwo;
+  EXPECT_EQ((RunOf<__nv_fp8_e4m3, float>(c, 2)), 0);
 }
 
 TEST(MultipliesWholeNumbers) {

@@ -1,12 +1,15 @@
 // The kernels of matmul in the simulator: several weights, a gate, biases, scales of sums and of
-// blocks, against sums in double.
+// blocks, against sums in double; and results that are quantised, against those that are not.
 #include "ops/matmul/matmul.h"
 
+#include <algorithm>
+#include <cmath>
 #include <random>
 #include <type_traits>
 #include <vector>
 
 #include "simt/machine.h"
+#include "simt/quantized.h"
 #include "simt/values.h"
 #include "testing.h"
 
@@ -27,9 +30,10 @@ struct Case {
 // relu, whose slope is at most 1.
 simt::Sum Relu(const simt::Sum& x) { return {x.value > 0 ? x.value : 0, x.size}; }
 
-// x of type T, and w of e4m3, or both of int8.
+// x of type T, and w of e4m3, or both of int8. Results are then quantised too, if this says how,
+// and if some are no numbers.
 template <typename T, typename Out>
-void Run(const Case& c, uint32_t seed) {
+void Run(const Case& c, uint32_t seed, Quantizing quantize = Quantizing::kNone) {
   constexpr bool kIsWhole = std::is_same_v<T, int8_t>;
   using W = std::conditional_t<kIsWhole, T, __nv_fp8_e4m3>;
   std::mt19937 random(seed);
@@ -92,6 +96,34 @@ void Run(const Case& c, uint32_t seed) {
     });
     EXPECT_EQ(wrong, 0) << "seed " << seed;
   }
+  if constexpr (std::is_same_v<T, __nv_fp8_e4m3> && std::is_same_v<Out, float>) {
+    if (quantize == Quantizing::kNone) return;
+    // Rows without a number, of zeros, of denormals.
+    constexpr float kScales[] = {NAN, 0, 1e-40f, 1e36f};
+    for (size_t i = 0; i < std::size(kScales); ++i) {
+      std::fill_n(x_scale.data.begin() + 7 * (i + 1) * k_blocks, k_blocks, kScales[i]);
+    }
+    const auto launch = [&](Quantizing by) {
+      operands.quantize = by;
+      EXPECT(LaunchMatmul(p, operands, c.choice, nullptr, &error)) << error;
+      EXPECT_EQ(simt::Run(seed), std::string());
+    };
+    launch(Quantizing::kNone);
+    std::vector<simt::QuantizedArray> got;
+    for (const int64_t n : c.columns) got.emplace_back(c.m, n);
+    for (size_t i = 0; i < got.size(); ++i) {
+      operands.products[i].y = got[c.gated ? 0 : i].values.get();
+      operands.products[i].y_scale = got[c.gated ? 0 : i].scale.get();
+    }
+    launch(quantize);
+    for (size_t i = 0; i < (c.gated ? 1 : got.size()); ++i) {
+      EXPECT_EQ(got[i].Wrong(y[i], quantize), 0) << "seed " << seed;
+      // A fault: each block with the scale of the next one.
+      auto& scale = got[i].scale.data;
+      std::rotate(scale.begin(), scale.begin() + 1, scale.end());
+      EXPECT(got[i].Wrong(y[i], quantize) > 0);
+    }
+  }
 }
 
 TEST(MultipliesAndScales) {
@@ -122,6 +154,18 @@ TEST(MultipliesAndScales) {
   }
   simt::SetSmCount(11);  // of which ten are in groups of four or two
   Run<__nv_fp8_e4m3, __nv_bfloat16>({100, 656, {272}, kOfBlocks, {128, 1, 1, 4}}, seed);
+}
+
+TEST(Quantizes) {
+  simt::SetSmCount(3);
+  constexpr Scales kOfSums = Scales::kOfSums, kOfBlocks = Scales::kOfBlocks;
+  constexpr Quantizing kAny = Quantizing::kByAnyScale, kPowers = Quantizing::kByPowersOfTwo;
+  const GemmChoice choice{256, 2, 1};
+  Run<__nv_fp8_e4m3, float>({300, 272, {272, 48}, kOfSums, choice}, 1, kAny);
+  Run<__nv_fp8_e4m3, float>({150, 144, {272, 272}, kOfSums, choice, /*gated=*/true}, 2, kPowers);
+  Run<__nv_fp8_e4m3, float>({300, 400, {656}, kOfBlocks, choice}, 3, kPowers);
+  Run<__nv_fp8_e4m3, float>({70, 272, {272, 272}, kOfBlocks, choice, /*gated=*/true}, 4, kAny);
+  Run<__nv_fp8_e4m3, float>({40, 144, {128, 128}, kOfBlocks, choice, /*gated=*/true}, 5, kPowers);
 }
 
 }  // namespace
