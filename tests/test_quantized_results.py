@@ -124,6 +124,30 @@ def test_all_gather_matmul(name, scales):
             assert np.mean(near | np.isnan(np.asarray(other, np.float32))) > 0.99
 
 
+@pytest.mark.parametrize("scales", ["row", "block"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_grouped_matmul(gated, scales):
+    """Rows past the last group are zeros, whose scales are 1."""
+    x, _ = operands(scales)
+    of_w = {"row": (1, -1), "block": (128, 128)}[scales]
+    ws = [quantized(i, (4, N, K), of_w) for i in range(1 + gated)]
+    sizes = jnp.array([140, 0, 129, 20])
+    options = {"activation": "silu", "gated": True} if gated else {}
+
+    def call(x, w, **options):
+        row_scale = jnp.linspace(-1, 2, ROWS)
+        return jflux.grouped_matmul(x, w, sizes, transpose_rhs=True, row_scale=row_scale, **options)
+
+    for form in (BLOCK, ANY):
+        got, want = both(call, x, ws, form, **options)
+        assert_same_bits(got, want, most=0 if PLATFORM == "gpu" else 8)
+        assert np.all(got.scale[289:] == 1)
+    reference = jflux.reference.grouped_matmul(
+        x, ws if gated else ws[0], sizes, transpose_rhs=True, quantize=BLOCK, **options
+    )
+    assert jax.tree.structure(reference) == jax.tree.structure(got)
+
+
 def test_other_operands():
     """Of 16 bits, batches, none; and global arrays."""
     x, (w, _) = operands("block")

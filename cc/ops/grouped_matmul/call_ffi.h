@@ -11,7 +11,7 @@
 namespace jflux {
 
 // Operands x, w_0[, w_1], group_sizes[, row_scale], and of grouped_matmul_scaled x_scale, w_scale_0
-// [, w_scale_1]. Results y[, sums_0[, sums_1]].
+// [, w_scale_1]. Results y[, sums_0[, sums_1]], or a y that is quantised, and its scale.
 struct GroupedAttributes {
   int64_t activation = 0;      // number of an Activation
   bool gated = false;          // there is w_1
@@ -40,17 +40,20 @@ struct GroupedCall {
 inline std::optional<GroupedCall> GroupedCallOf(const GroupedAttributes& a,
                                                 ffi::RemainingArgs operands,
                                                 ffi::RemainingRets results,
-                                                Scales scales = Scales::kNone) {
+                                                Scales scales = Scales::kNone,
+                                                Quantizing quantize = Quantizing::kNone) {
   const size_t weights = a.gated ? 2 : 1, first_scale = 2 + weights + (a.scaled ? 1 : 0);
-  const bool has_scales = scales != Scales::kNone;
+  const bool has_scales = scales != Scales::kNone, quantizes = quantize != Quantizing::kNone;
   if (operands.size() != first_scale + (has_scales ? 1 + weights : 0) ||
-      results.size() != 1 + (a.sums ? weights : 0) || !IsActivation(a.activation)) {
+      results.size() != 1 + (a.sums ? weights : 0) + (quantizes ? 1 : 0) || (quantizes && a.sums) ||
+      !IsActivation(a.activation)) {
     return std::nullopt;
   }
   const auto x = *operands.get<ffi::AnyBuffer>(0), w = *operands.get<ffi::AnyBuffer>(1);
   auto y = *results.get<ffi::AnyBuffer>(0);
   const FormatSet formats = has_scales ? kAllFormats : kWideFormats;
-  const auto dtype = DTypeOf(x.element_type(), formats), out_dtype = DTypeOf(y->element_type());
+  const auto dtype = DTypeOf(x.element_type(), formats),
+             out_dtype = DTypeOf(y->element_type(), formats);
   if (!dtype || !out_dtype || x.dimensions().size() != 2 || w.dimensions().size() != 3 ||
       y->dimensions().size() != 2) {
     return std::nullopt;
@@ -63,6 +66,16 @@ inline std::optional<GroupedCall> GroupedCallOf(const GroupedAttributes& a,
   p.groups = w.dimensions()[0];
   p.dtype = *dtype;
   p.out_dtype = *out_dtype;
+  p.quantize = quantize;
+  if (quantizes) {
+    auto scale = *results.get<ffi::AnyBuffer>(1);
+    if (*out_dtype != kQuantized ||
+        !Is(*scale, ffi::F32, {p.m, CeilDiv<int64_t>(p.n, kScaleBlock)})) {
+      return std::nullopt;
+    }
+    p.out_dtype = DType::kF32;
+    call.arrays.y_scale = static_cast<float*>(scale->untyped_data());
+  }
   p.transpose_rhs = a.transpose_rhs;
   p.activation = static_cast<Activation>(a.activation);
   p.gated = a.gated;

@@ -55,7 +55,9 @@ struct GroupedMatmulParams {
   bool scaled;            // there is a row scale
   bool sums;              // also write the sums
   TileChoice tile;
-  Scales scales = Scales::kNone;  // of grouped_matmul_scaled alone
+  // Of grouped_matmul_scaled alone. What is quantised is float32 as out_dtype.
+  Scales scales = Scales::kNone;
+  Quantizing quantize = Quantizing::kNone;
 
   int Weights() const { return gated ? 2 : 1; }
 };
@@ -70,6 +72,7 @@ struct GroupedMatmulArrays {
   // Of grouped_matmul_scaled, with `scales` of sums, or of blocks of kScaleBlock of k and n:
   const float* x_scale = nullptr;  // [m], or [m, blocks of k]
   const float* w_scale[2] = {};    // [groups, n], or [groups, blocks of n, blocks of k]
+  float* y_scale = nullptr;        // [m, blocks of n], if y is quantised
 };
 
 // dw[e] = sum over the rows r of group e of x[r]^T dy[r], accumulated in fp32 (fp64 for fp64) and
@@ -107,16 +110,20 @@ inline constexpr GemmChoice kGroupedCompiled[] = {
 // need: their tiles are narrower.
 inline constexpr GemmChoice kGroupedOfSums[] = {{256, 2, 8}, {256, 1, 16}, {128, 1, 16}};
 inline constexpr GemmChoice kGroupedOfBlocks[] = {{192, 2, 8}, {128, 2, 8}, {128, 1, 16}};
+// With either scales, of which results are quantised.
+inline constexpr GemmChoice kGroupedQuantizing[] = {{kQuantizingTile, 2, 8},
+                                                    {kQuantizingTile, 1, 16}};
 
 struct GroupedChoices {
   const GemmChoice *first, *last;
   constexpr const GemmChoice* begin() const { return first; }
   constexpr const GemmChoice* end() const { return last; }
 };
-inline constexpr GroupedChoices GroupedChoicesOf(Scales scales) {
+inline constexpr GroupedChoices GroupedChoicesOf(Scales scales, bool quantizes = false) {
   const auto all = [](const auto& list) {
     return GroupedChoices{std::begin(list), std::end(list)};
   };
+  if (quantizes) return all(kGroupedQuantizing);
   return scales == Scales::kNone     ? all(kGroupedCompiled)
          : scales == Scales::kOfSums ? all(kGroupedOfSums)
                                      : all(kGroupedOfBlocks);
@@ -129,8 +136,9 @@ inline bool TakesGrouped(const GemmChoice& c, bool gated, TileChoice tile) {
   return is_wanted && (!gated || c.tile_n % 128 == 0);
 }
 
-inline bool IsGroupedTile(bool gated, TileChoice tile, Scales scales = Scales::kNone) {
-  for (const GemmChoice& c : GroupedChoicesOf(scales)) {
+inline bool IsGroupedTile(bool gated, TileChoice tile, Scales scales = Scales::kNone,
+                          bool quantizes = false) {
+  for (const GemmChoice& c : GroupedChoicesOf(scales, quantizes)) {
     if (TakesGrouped(c, gated, tile)) return true;
   }
   return false;
@@ -138,10 +146,10 @@ inline bool IsGroupedTile(bool gated, TileChoice tile, Scales scales = Scales::k
 
 // The configuration with the least cost(choice) among those that take such a call.
 template <typename Cost>
-GemmChoice CheapestGrouped(bool gated, TileChoice tile, Cost&& cost,
-                           Scales scales = Scales::kNone) {
+GemmChoice CheapestGrouped(bool gated, TileChoice tile, Cost&& cost, Scales scales = Scales::kNone,
+                           bool quantizes = false) {
   const GemmChoice* best = nullptr;
-  for (const GemmChoice& c : GroupedChoicesOf(scales)) {
+  for (const GemmChoice& c : GroupedChoicesOf(scales, quantizes)) {
     if (!TakesGrouped(c, gated, tile)) continue;
     if (best == nullptr || cost(c) < cost(*best)) best = &c;
   }
@@ -166,7 +174,7 @@ inline GemmChoice ChooseGrouped(const GroupedMatmulParams& p, const Machine& mac
     return EstimateGroupedCost(c, p.m, p.groups, p.m + past_the_end, p.n * p.Weights(),
                                p.k * SizeOf(p.dtype), machine);
   };
-  return CheapestGrouped(p.gated, p.tile, cost, p.scales);
+  return CheapestGrouped(p.gated, p.tile, cost, p.scales, p.quantize != Quantizing::kNone);
 }
 
 inline GemmChoice ChooseGroupedDw(const GroupedMatmulDwParams& p, const Machine& machine) {

@@ -17,21 +17,23 @@
 
 namespace jflux {
 
-// Calls visit.template operator()<Config>() for each entry of GroupedChoicesOf(kScales), until it
-// returns true.
+// Calls visit.template operator()<Config>() for each entry of GroupedChoicesOf(kScales,
+// kQuantizes), until it returns true.
 template <typename T, bool kTransposeRhs, bool kTransposeLhs, Scales kScales = Scales::kNone,
-          int kFirst = 0, typename F>
+          bool kQuantizes = false, int kFirst = 0, typename F>
 bool ForGroupedConfigs(F&& visit) {
-  constexpr GroupedChoices kChoices = GroupedChoicesOf(kScales);
+  constexpr GroupedChoices kChoices = GroupedChoicesOf(kScales, kQuantizes);
   if constexpr (kFirst == kChoices.last - kChoices.first) {
     return false;
   } else {
     constexpr GemmChoice kThis = kChoices.first[kFirst];
     constexpr Scales kOfConfig = kScales == Scales::kNone ? Scales::kOfSums : kScales;
-    using Config = GemmConfig<T, kThis.tile_n, kThis.cluster_m, kTransposeRhs,
-                              /*kMayLendStage=*/false, /*kClusterK=*/1, kTransposeLhs, kOfConfig>;
+    using Config =
+        GemmConfig<T, kThis.tile_n, kThis.cluster_m, kTransposeRhs,
+                   /*kMayLendStage=*/false, /*kClusterK=*/1, kTransposeLhs, kOfConfig, kQuantizes>;
     return visit.template operator()<Config>() ||
-           ForGroupedConfigs<T, kTransposeRhs, kTransposeLhs, kScales, kFirst + 1>(visit);
+           ForGroupedConfigs<T, kTransposeRhs, kTransposeLhs, kScales, kQuantizes, kFirst + 1>(
+               visit);
   }
 }
 
@@ -118,14 +120,15 @@ inline int64_t MostTilesOf(const GroupedMatmulParams& p, const GroupTiles& tiles
 
 // Why a kernel cannot take operands of such sizes; empty if it can.
 inline std::string WhyNoGroupedSizes(int64_t m, int64_t k, int64_t n, int64_t groups, bool gated,
-                                     TileChoice tile, Scales scales = Scales::kNone) {
+                                     TileChoice tile, Scales scales = Scales::kNone,
+                                     bool quantizes = false) {
   constexpr int64_t kMostRows = int64_t{1} << 29;
   if (groups > kMostGroups) return "more than " + std::to_string(kMostGroups) + " groups";
   if (m > kMostRows || k > kMostRows || n > kMostRows ||
       groups * CeilDiv<int64_t>(n, 64) > kMostRows) {
     return "a dimension is too large";
   }
-  if (!IsGroupedTile(gated, tile, scales)) return "no kernel has the tile";
+  if (!IsGroupedTile(gated, tile, scales, quantizes)) return "no kernel has the tile";
   return "";
 }
 

@@ -55,7 +55,8 @@ static_assert(sizeof(GroupedMatmulArgs) <= 4096);
 // The same, of operands with scales (GroupedMatmulArrays).
 struct GroupedMatmulScaledArgs : GroupedMatmulArgs {
   const float *x_scale, *w_scale[2];
-  bool out_f16;
+  float* y_scale;  // of y that is quantised (Config::kQuantizes): [M, blocks of n]
+  bool out_f16, power_of_two;
 };
 static_assert(sizeof(GroupedMatmulScaledArgs) <= 4096);
 
@@ -225,6 +226,14 @@ struct GroupedMatmulSm90 {
         step::Scale<kColumns, kFirst>{args.x_scale, columns}(block);
       }
     }
+    template <int kColumns, typename Block>
+    static __device__ void WriteY(const Args& args, const Block& block) {
+      if constexpr (Config::kQuantizes) {
+        step::WriteResults<kColumns>{args.y_data, args.y_scale, args.power_of_two}(block);
+      } else {
+        step::Write<kColumns>{args.y_data}(block);
+      }
+    }
     static __device__ void FinishM64(const Args& args, StagingWriter<Config>& staging,
                                      float (&acc)[Config::kSliceAccumulators], int32_t row0,
                                      int32_t rows, int32_t n0, Tile tile) {
@@ -237,14 +246,15 @@ struct GroupedMatmulSm90 {
           ScaleSums<kHalf, kHalf>(args, block, tile, 1);
           Apply(block, step::SaveHalves<kHalf>{args.sums_data[0], args.sums_data[1]},
                 step::Activate<kHalf>{args.activation}, step::Gate<kHalf>{},
-                step::ScaleRows<kHalf>{args.row_scale, row0, rows},
-                step::Write<kHalf>{args.y_data});
+                step::ScaleRows<kHalf>{args.row_scale, row0, rows});
+          WriteY<kHalf>(args, block);
           return;
         }
       }
       ScaleSums<kN>(args, block, tile, 0);
       Apply(block, step::Save<kN>{args.sums_data[0]}, step::Activate<kN>{args.activation},
-            step::ScaleRows<kN>{args.row_scale, row0, rows}, step::Write<kN>{args.y_data});
+            step::ScaleRows<kN>{args.row_scale, row0, rows});
+      WriteY<kN>(args, block);
     }
 
     static __device__ void Store(const Args& args, const CallContext&,
@@ -283,6 +293,13 @@ struct GroupedMatmulSm90 {
       CheckSizes(groups, sum);
       const int64_t row_bytes = int64_t{args.n} * (args.out_f32 ? 4 : 2);
       const int64_t first = Min<int64_t>(sum, groups.rows);
+      if constexpr (Config::kQuantizes) {  // the scale of zeros is 1
+        ZeroFill(args.y_data, first * args.n, int64_t{groups.rows} * args.n);
+        const int64_t blocks = CeilDiv(args.n, kScaleBlock), step = int64_t{32} * gridDim.x;
+        int64_t at = first * blocks + int64_t{32} * blockIdx.x + threadIdx.x % 32;
+        for (; at < groups.rows * blocks; at += step) args.y_scale[at] = 1;
+        return;
+      }
       const auto fill = [&](void* data) {
         if (data != nullptr) ZeroFill(data, first * row_bytes, groups.rows * row_bytes);
       };

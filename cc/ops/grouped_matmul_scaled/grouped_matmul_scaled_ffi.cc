@@ -16,11 +16,12 @@ namespace {
 
 struct Attributes {
   GroupedAttributes grouped;
-  int64_t scales = 0;  // number of a Scales
+  int64_t scales = 0;    // number of a Scales
+  int64_t quantize = 0;  // number of a Quantizing
 
   void Read(AttributeReader& read) {
     grouped.Read(read);
-    read("scales", &scales);
+    read("quantize", &quantize)("scales", &scales);
   }
 };
 
@@ -30,10 +31,11 @@ ffi::Error Cuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::RemainingA
   if (auto refused = ReadAttributes(kGroupedMatmulScaledId, attributes, &a)) return *refused;
   const std::string name = NameOf(kGroupedMatmulScaledId);
   const auto scales = static_cast<Scales>(a.scales);
-  if (!IsScales(a.scales) || scales == Scales::kNone) {
+  if (!IsScales(a.scales) || scales == Scales::kNone || !IsQuantizing(a.quantize)) {
     return InvalidArgument(name + ": the call has no scales");
   }
-  const auto call = GroupedCallOf(a.grouped, operands, results, scales);
+  const auto call =
+      GroupedCallOf(a.grouped, operands, results, scales, static_cast<Quantizing>(a.quantize));
   if (!call) return InvalidArgument(name + ": operands do not fit");
   const auto w_dtype = DTypeOf(operands.get<ffi::AnyBuffer>(1)->element_type(), kAllFormats);
   const std::string why =

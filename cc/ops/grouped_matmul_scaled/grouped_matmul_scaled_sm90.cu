@@ -11,7 +11,13 @@ struct Kernels : GroupedMatmulScaledKernels {
 };
 
 template <typename F>
-bool ForConfigs(DType dtype, Scales scales, F&& visit) {
+bool ForConfigs(DType dtype, Scales scales, bool quantizes, F&& visit) {
+  if (quantizes) {
+    using T = CudaType<kQuantized>;
+    return scales == Scales::kOfBlocks
+               ? ForGroupedConfigs<T, true, false, Scales::kOfBlocks, true>(visit)
+               : ForGroupedConfigs<T, true, false, Scales::kOfSums, true>(visit);
+  }
   return WithFormat<kGroupedScaledFormats.operands>(dtype, [&](auto format) {
     using T = CudaType<format>;
     if constexpr (HasBlockScales(format())) {
@@ -28,8 +34,13 @@ bool ForConfigs(DType dtype, Scales scales, F&& visit) {
 bool LoadGroupedMatmulScaledKernels(std::string* error) {
   LoadGrouped<Kernels> load{error};
   return ForFormats(kGroupedScaledFormats.operands, [&](DType dtype) {
-    return !ForConfigs(dtype, Scales::kOfSums, load) &&
-           (!HasBlockScales(dtype) || !ForConfigs(dtype, Scales::kOfBlocks, load));
+    bool loaded = true;
+    for (const bool quantizes : {false, true}) {
+      if (quantizes && dtype != kQuantized) continue;
+      loaded = loaded && !ForConfigs(dtype, Scales::kOfSums, quantizes, load) &&
+               (!HasBlockScales(dtype) || !ForConfigs(dtype, Scales::kOfBlocks, quantizes, load));
+    }
+    return loaded;
   });
 }
 
@@ -40,7 +51,11 @@ std::string WhyNoGroupedMatmulScaledKernel(const GroupedMatmulParams& p, DType w
   if (p.scales == Scales::kOfVectors || (HasEntriesOfK(p.scales) && !HasBlockScales(p.dtype))) {
     return "no kernel has the scales";
   }
-  return WhyNoGroupedSizes(p.m, p.k, p.n, p.groups, p.gated, p.tile, p.scales);
+  const bool quantizes = p.quantize != Quantizing::kNone;
+  if (quantizes && (p.dtype != kQuantized || w_dtype != kQuantized)) {
+    return "no kernel quantises the product";
+  }
+  return WhyNoGroupedSizes(p.m, p.k, p.n, p.groups, p.gated, p.tile, p.scales, quantizes);
 }
 
 bool LaunchGroupedMatmulScaled(const GroupedMatmulParams& p, const GroupedMatmulArrays& arrays,
@@ -57,10 +72,13 @@ bool LaunchGroupedMatmulScaled(const GroupedMatmulParams& p, const GroupedMatmul
   args.row_scale = arrays.row_scale;
   args.x_scale = arrays.x_scale;
   args.out_f16 = p.out_dtype == DType::kF16;
+  args.y_scale = arrays.y_scale;
+  args.power_of_two = p.quantize == Quantizing::kByPowersOfTwo;
   for (int i = 0; i < p.Weights(); ++i) args.w_scale[i] = arrays.w_scale[i];
   LaunchGrouped<Kernels> launch{choice,          &args,  MostTilesOf(p, args.tiles),
                                 device.sm_count, stream, error};
-  return ForConfigs(p.dtype, p.scales, launch) && !launch.failed;
+  const bool quantizes = p.quantize != Quantizing::kNone;
+  return ForConfigs(p.dtype, p.scales, quantizes, launch) && !launch.failed;
 }
 
 }  // namespace jflux

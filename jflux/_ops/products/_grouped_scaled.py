@@ -18,6 +18,8 @@ from ..._call.forms import Call, Form, Op, ShapeDtype
 from ..._call.plans import Arrays, Machine, Plan
 from ..._call.primitives import make_primitive
 from .. import _lax, _scaled
+from .._epilogue import Epilogue
+from .._recipe import Format
 from .._scaled import BLOCK, Scaled, Scales
 from . import _grouped_primitives, _product
 from ._grouped_primitives import OP
@@ -27,6 +29,9 @@ NAME = "grouped_matmul_scaled"
 #: Whether the kernels have passed all checks on GPUs.
 CHECKED = False
 
+#: Columns of a tile of the kernels that quantise their results (cc/gpu/gemm_config.h).
+_QUANTIZING_TILE = 256
+
 #: (x, w, sizes) -> the sums of all rows' products.
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -35,9 +40,18 @@ Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 class Params(_grouped_primitives.Params):
     """A call, less its operands: those of `_grouped_primitives.Params`, then the scale of x's rows,
     and that of each w's columns in all groups, as kernels take them (`_scaled.of_rows`,
-    `_scaled.of_columns`)."""
+    `_scaled.of_columns`).
+
+    Attributes:
+      quantize: how y is quantised, if it is: by blocks of one row.
+    """
 
     scales: Scales = Scales.OF_SUMS
+    quantize: Format | None = None
+
+    @property
+    def epilogue(self) -> Epilogue:
+        return dataclasses.replace(super().epilogue, scales=self.scales, quantize=self.quantize)
 
 
 def check_scales(x: Scaled, ws: Sequence[Scaled], transpose_rhs: bool) -> None:
@@ -65,10 +79,12 @@ def bind(
     sizes: jax.Array,
     row_scale: Sequence[jax.Array],
     params: _grouped_primitives.Params,
-) -> jax.Array:
+    quantize: Format | None = None,
+) -> Any:
     """y, of operands that were checked. `row_scale`: it, or nothing."""
     arrays, with_scales = _arrays_and_params(x, ws, sizes, row_scale, params)
-    (y,) = primitive.bind(*arrays, params=with_scales)
+    with_scales = dataclasses.replace(with_scales, quantize=quantize)
+    (y,) = with_scales.epilogue.as_scaled(primitive.bind(*arrays, params=with_scales))
     return y
 
 
@@ -162,7 +178,7 @@ def _by_products(arrays: Arrays, params: Params, product: Product) -> list[jax.A
         sums.append(_grouped_primitives._masked(total, sizes))
     scale = None if scale is None else _grouped_primitives._masked(scale, sizes)
     y = _grouped_primitives._finish(sums, scale, params.epilogue, np.dtype(np.float32))
-    return [y.astype(params.out_dtype)]
+    return params.epilogue.quantized([y.astype(params.out_dtype)])
 
 
 def _sums(
@@ -202,12 +218,15 @@ def _sums(
 
 
 def _shapes(arrays: Arrays, params: Params) -> list[ShapeDtype]:
-    return _grouped_primitives._shapes(_unpack(arrays, params)[0], params)
+    sums = _grouped_primitives._shapes(_unpack(arrays, params)[0], params)
+    return params.epilogue.shapes(sums)
 
 
 def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     plain, _, _ = _unpack(arrays, params)
     x, ws, sizes, _ = _grouped_primitives._unpack(plain, params)
+    if why := params.epilogue.why_quantized_after(x, ws[:1]):
+        return why
     if params.scales is Scales.OF_VECTORS:
         return f"the kernel takes blocks of {BLOCK} of k of w only for {BLOCK} columns each"
     if params.scales.has_blocks and (why := _scaled.why_no_blocks(x, *ws)):
@@ -226,7 +245,14 @@ def _prepare(arrays: Arrays, params: Params) -> list[Any]:
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     attributes = _grouped_primitives._attributes(arrays, params, plan)
     tile = _grouped_primitives.forced_tile(params.gated, params.scales)
-    return attributes | {"scales": np.int64(params.scales), "tile": tile, "transpose_rhs": True}
+    if params.quantize is not None and tile.tolist()[:1] != [_QUANTIZING_TILE]:
+        tile = tile[:0]
+    return attributes | {
+        "quantize": params.epilogue.attributes()["quantize"],
+        "scales": np.int64(params.scales),
+        "tile": tile,
+        "transpose_rhs": True,
+    }
 
 
 _kernel = local_ops.kernel(
@@ -246,6 +272,18 @@ def _takes(call: Call, machine: Machine) -> Any:
     if isinstance(found, Plan) and not call.params.transpose_rhs:
         found = dataclasses.replace(found, reason=f"{found.reason}; w is transposed first")
     return found
+
+
+def _takes_quantized(call: Call, machine: Machine) -> Plan | None:
+    """Where what takes the call in float32 does not quantise."""
+    if call.params.quantize is None or machine.platform == "cpu":
+        return None
+    return plans.decomposed("")
+
+
+def _quantized_after(arrays: Arrays, params: Params, plan: Plan) -> list[jax.Array]:
+    ys = primitive.bind(*arrays, params=dataclasses.replace(params, quantize=None))
+    return params.epilogue.quantized(ys)
 
 
 def _takes_in_bfloat16(call: Call, machine: Machine) -> Plan | None:
@@ -291,6 +329,7 @@ primitive = make_primitive(
         reference=reference,
         forms=(
             dataclasses.replace(_kernel, takes=_takes),
+            Form(_takes_quantized, _quantized_after, "quantised after"),
             Form(_takes_in_bfloat16, _in_bfloat16, "a product of values in bfloat16"),
         ),
         batch=_batch,

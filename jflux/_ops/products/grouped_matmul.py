@@ -17,7 +17,7 @@ from ..._call import local_ops, value_checks
 from .. import _epilogue, _lax, _recipe, _scaled
 from .._epilogue import ACTIVATED, PREACTIVATION
 from .._lax import several
-from .._recipe import DelayedScaling, QuantizedWeight, Recipe, Weight
+from .._recipe import DelayedScaling, Format, QuantizedWeight, Recipe, Weight
 from .._scaled import Operand, Scaled
 from . import _grouped_by_recipe, _grouped_primitives, _grouped_scaled, _product
 from ._grouped_primitives import Params
@@ -37,7 +37,8 @@ def grouped_matmul(
     gated: bool = False,
     row_scale: jax.Array | None = None,
     recipe: Recipe | None = None,
-) -> jax.Array:
+    quantize: Format | None = None,
+) -> Any:
     """``x[r] @ w[e]`` for each row r of group e: the product of a mixture's experts.
 
     Rows lie group after group; group e has ``group_sizes[e]`` of them::
@@ -86,6 +87,8 @@ def grouped_matmul(
       recipe: a :class:`jflux.Recipe`, by which x, w and dy are quantised; w may be already, by
         `Recipe.quantize_weight`. dw is made in bfloat16 (as by a recipe with ``dw=None``), and so
         is dx where `gradient_precision` asks for more than a kernel's sums of 8 bits have.
+      quantize: as in :func:`jflux.all_gather_matmul`; it too needs
+        ``jflux.config(unchecked_kernels=True)`` for a kernel.
 
     Returns:
       y [M, N]. Under ``check_vma=True`` it varies over every axis that an operand varies over.
@@ -104,19 +107,29 @@ def grouped_matmul(
       [2.0, 2.0, 2.0, 4.0, 6.0, 6.0]
     """
     recipe = _recipe_of(recipe, x, w, transpose_rhs)
+    _recipe.check_quantize(OP, quantize, preferred_element_type)
     x, w = _scaled.of_product(OP, x, w)
     ws: Sequence[Any] = several(w)
+    if quantize is not None:
+        preferred_element_type = jnp.float32
     params, scales = _params_of(
         x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated, row_scale
     )
+    is_empty = 0 in (*x.shape, *ws[0].shape)
+    if quantize is not None and (is_empty or not isinstance(x, Scaled) or quantize.block[0] != 1):
+        y = grouped_matmul(
+            x, w, group_sizes, transpose_rhs=transpose_rhs, preferred_element_type=jnp.float32,
+            activation=activation, gated=gated, row_scale=row_scale, recipe=recipe,
+        )  # fmt: skip
+        return quantize.quantize(y)
     n, out = ws[0].shape[1 if transpose_rhs else 2], params.out_dtype
-    if 0 in (*x.shape, *ws[0].shape):  # an activation of 0 is 0
+    if is_empty:  # an activation of 0 is 0
         return _product.zeros((x.shape[0], n), out, *jax.tree.leaves((x, ws, group_sizes, scales)))
     sizes = value_checks.to_int32(group_sizes)
     if recipe is not None:
         return _by_recipe(x, ws, sizes, scales, recipe, params)
     if isinstance(x, Scaled):
-        return _grouped_scaled.bind(x, ws, sizes, scales, params)
+        return _grouped_scaled.bind(x, ws, sizes, scales, params, quantize)
     common = jnp.result_type(x.dtype, *(one.dtype for one in ws))
     x, *ws = (a.astype(common) for a in (x, *ws))
     (y,) = _grouped_primitives.grouped_matmul.bind(x, *ws, sizes, *scales, params=params)
@@ -134,10 +147,18 @@ def reference(
     gated: bool = False,
     row_scale: jax.Array | None = None,
     recipe: Recipe | None = None,
-) -> jax.Array:
+    quantize: Format | None = None,
+) -> Any:
     """:func:`jflux.grouped_matmul` in plain `lax`: `jax.lax.ragged_dot`, zeros past the sum of the
     sizes, and what follows."""
     recipe = _recipe_of(recipe, x, w, transpose_rhs)
+    _recipe.check_quantize(OP, quantize, preferred_element_type)
+    if quantize is not None:
+        y = reference(
+            x, w, group_sizes, transpose_rhs=transpose_rhs, preferred_element_type=jnp.float32,
+            activation=activation, gated=gated, row_scale=row_scale, recipe=recipe,
+        )  # fmt: skip
+        return quantize.quantize(y)
     x, w = _scaled.of_product(OP, x, w)
     ws: Sequence[Any] = several(w)
     params, scales = _params_of(

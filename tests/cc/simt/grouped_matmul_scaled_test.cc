@@ -1,5 +1,6 @@
 // The kernels of grouped_matmul_scaled in the simulator, against sums in double: scales of sums and
-// of blocks, of the group of a row; m64 blocks that a consumer leaves out; a gate.
+// of blocks, of the group of a row; m64 blocks that a consumer leaves out; a gate. And results that
+// are quantised, against those that are not.
 #include "ops/grouped_matmul_scaled/grouped_matmul_scaled.h"
 
 #include <random>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "simt/machine.h"
+#include "simt/quantized.h"
 #include "simt/values.h"
 #include "testing.h"
 
@@ -28,9 +30,9 @@ struct Case {
 // relu, whose slope is at most 1.
 simt::Sum Relu(const simt::Sum& x) { return {x.value > 0 ? x.value : 0, x.size}; }
 
-// x of type T.
+// x of type T. Results are then quantised too, if this says how.
 template <typename T, typename Out>
-void Run(const Case& c, uint32_t seed) {
+void Run(const Case& c, uint32_t seed, Quantizing quantize = Quantizing::kNone) {
   using W = std::conditional_t<std::is_same_v<T, int8_t>, int8_t, __nv_fp8_e4m3>;
   std::mt19937 random(seed);
   const auto groups = static_cast<int64_t>(c.groups.size());
@@ -92,6 +94,16 @@ void Run(const Case& c, uint32_t seed) {
     return (c.gated ? Relu(sum) * product(1, row, column) : sum) * row_scale[row];
   });
   EXPECT_EQ(wrong, 0) << "of " << y.size() << ", seed " << seed;
+  if constexpr (std::is_same_v<Out, float>) {
+    if (quantize == Quantizing::kNone) return;
+    simt::QuantizedArray got(c.m, c.n);
+    p.quantize = quantize, p.tile = {kQuantizingTile, c.tile.cluster_m};
+    EXPECT_EQ(WhyNoGroupedMatmulScaledKernel(p, simt::kDTypeOf<W>), std::string());
+    arrays.y = got.values.get(), arrays.y_scale = got.scale.get();
+    EXPECT(LaunchGroupedMatmulScaled(p, arrays, nullptr, &error)) << error;
+    EXPECT_EQ(simt::Run(seed), std::string());
+    EXPECT_EQ(got.Wrong(y, quantize), 0) << "seed " << seed;
+  }
 }
 
 TEST(MultipliesAndScales) {
@@ -115,6 +127,21 @@ TEST(MultipliesAndScales) {
       if (c.scales == kOfSums) Run<int8_t, __nv_bfloat16>(c, seed++);
     }
   }
+}
+
+TEST(Quantizes) {
+  simt::SetSmCount(3);
+  constexpr Scales kOfSums = Scales::kOfSums, kOfBlocks = Scales::kOfBlocks;
+  constexpr Quantizing kAny = Quantizing::kByAnyScale, kPowers = Quantizing::kByPowersOfTwo;
+  const Case cases[] = {
+      {300, 144, 272, {140, 0, 129, 20}, kOfSums, {256, 2}},
+      {200, 144, 144, {100, 70}, kOfSums, {256, 1}, /*gated=*/true},
+      {200, 272, 400, {40, 0, 129, 20}, kOfBlocks, {128, 1}},
+      {200, 272, 208, {100, 70}, kOfBlocks, {128, 2}, /*gated=*/true},
+  };
+  uint32_t seed = 1;
+  for (const Case& c : cases)
+    Run<__nv_fp8_e4m3, float>(c, seed, seed % 2 == 0 ? kAny : kPowers), ++seed;
 }
 
 }  // namespace
