@@ -139,14 +139,18 @@ def scaled(rng: random.Random, place: Place) -> Case:
         out = jnp.bfloat16 if out == jnp.float32 else out
     # Kernels of sums of floats do not take "highest", but for PROMOTED ones.
     precision = rng.choice([None, None, "highest"])
+    quantizes = op == ops[0] and of_x == jnp.float8_e4m3fn and rng.random() < 0.4
+    out = jnp.float32 if quantizes else out
     call = Call(
         op, lead, k, n, rng.randrange(len(lead)), w, out,
         transpose_rhs=rng.random() < 0.5, split=split, concat=concat,
     )  # fmt: skip
-    f = call.bind(place.axis_name)
+    form = jflux.Format(w, (1, _scaled.BLOCK), power_of_two=rng.random() < 0.5)
+    f = call.bind(place.axis_name, **({"quantize": form} if quantizes else {}))
 
     def body(x: Any, x_scale: Any, w: Any, w_scale: Any) -> Any:
-        return f(jflux.Scaled(x, x_scale), jflux.Scaled(w, w_scale), precision=precision)
+        y = f(jflux.Scaled(x, x_scale), jflux.Scaled(w, w_scale), precision=precision)
+        return y.dequantize() if quantizes else y
 
     def make(seed: int) -> Data:
         draws = np.random.default_rng(seed + 2)
@@ -168,13 +172,13 @@ def scaled(rng: random.Random, place: Place) -> Case:
         terms = call.terms(place.world)
         # Tensor cores keep fewer bits of sums of 8-bit floats than float32 has.
         holds = call.dtype == jnp.int8 or out != jnp.float32 or place.platform == "cpu"
-        dtype = np.dtype(out if holds else jnp.bfloat16)
+        dtype = form.dtype if quantizes else np.dtype(out if holds else jnp.bfloat16)
         return (x, scales[0], w, scales[1]), [Output(want, scale, dtype, terms)]
 
     return place.case(
         call.op,
         f"{call.op} {call} with scales {by_row=} {by_column=} {by_block=} {precision=}, x of "
-        f"{of_x.name}, y of {np.dtype(out).name}",
+        f"{of_x.name}, y of {np.dtype(out).name}{' and quantised' if quantizes else ''}",
         body,
         make,
         is_xlas=place.world == 1 or call.is_exchange,
