@@ -4,12 +4,14 @@ compiled, on one GPU, on random calls, against float64; a table comes last:
 python tests/grouped_scaled_gpu.py [--calls 150] [--seed 0] [--limit 200]
 
 Rows past the sum of the sizes hold NaN, and so do the rows of one group: neither may show anywhere
-else. Each call runs twice, and must give the same bits.
+else. Each call runs twice, and must give the same bits. Results in float32 are quantised in the
+kernel too, and must have the bits that `jflux.quantize` makes of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 
 import jax
@@ -75,16 +77,17 @@ def check(seed: int) -> tuple[str, str, float]:
     args = (x, ws if gated else ws[0], jnp.asarray(sizes, jnp.int32))
     args += (jnp.asarray(row_scale),) * with_row_scale
 
-    def call(x, w, sizes, row_scale=None):
+    def call(x, w, sizes, row_scale=None, **options):
         return jflux.grouped_matmul(
             x, w, sizes, transpose_rhs=True, row_scale=row_scale, preferred_element_type=out,
-            activation=activation, gated=gated,
+            activation=activation, gated=gated, **options,
         )  # fmt: skip
 
-    forced = (
-        tuning_tables.force(tuning_tables.Choice(*tile, 8)) if tile else contextlib.nullcontext()
-    )
-    with forced:
+    def forced():
+        choice = tuning_tables.Choice(*tile, 8) if tile else None
+        return tuning_tables.force(choice) if choice else contextlib.nullcontext()
+
+    with forced():
         lowered = jax.jit(call).lower(*args)
     if jax.default_backend() == "gpu" and "jflux_grouped_matmul_scaled" not in lowered.as_text():
         raise AssertionError("no kernel takes the call")
@@ -128,6 +131,15 @@ def check(seed: int) -> tuple[str, str, float]:
         raise AssertionError(f"{worst:.3g} bounds off, {len(at)} places, as {at[:4]}, {tile=}")
     if np.any(y[total:] != 0):
         raise AssertionError("y past the sum is not 0")
+    if out == jnp.float32 and of_x == E4M3:
+        block = jflux.Format(E4M3, (1, BLOCK), power_of_two=bool(rng.integers(2)))
+        with forced():
+            quantized = jax.jit(functools.partial(call, quantize=block))(*args)
+        pairs = zip(jax.tree.leaves(quantized), jax.tree.leaves(block.quantize(y)), strict=True)
+        for one, other in pairs:
+            differ = np.asarray(one).view(np.uint8) != np.asarray(other).view(np.uint8)
+            if np.any(differ[~spoilt]):
+                raise AssertionError(f"quantised otherwise at {np.argwhere(differ)[:4]}, {tile=}")
     form = f"{scales.name.lower()} {np.dtype(of_x).name}{' gated' if gated else ''}"
     return "x".join(map(str, tile or ("chosen",))), form, worst
 
