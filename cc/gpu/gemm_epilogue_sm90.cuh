@@ -80,11 +80,10 @@ __device__ __forceinline__ bool IsFloat16(const Place&...) {
 template <typename Config, int kColumns, int kFirst = 0, int kCount, typename Place>
 __device__ __forceinline__ void StageResults(const float (&acc)[kCount], const StagedM64& staged,
                                              const Place& place) {
-  if (IsFloat16<Config>(place)) {
-    StageM64<__half, kColumns, kFirst>(acc, staged);
-  } else {
-    StageM64<typename Config::Result, kColumns, kFirst>(acc, staged);
+  if constexpr (Config::kNarrow) {
+    if (IsFloat16<Config>(place)) return StageM64<__half, kColumns, kFirst>(acc, staged);
   }
+  StageM64<typename Config::Result, kColumns, kFirst>(acc, staged);
 }
 
 namespace step {
@@ -192,11 +191,7 @@ struct Write {
     }
     using T = typename Block::Config::Result;
     const StagedM64 staged = block.staging.Acquire();
-    if constexpr (Block::Config::kNarrow) {
-      StageResults<typename Block::Config, kColumns, kFirst>(block.acc, staged, block.place);
-    } else {
-      StageM64<T, kColumns, kFirst>(block.acc, staged);
-    }
+    StageResults<typename Block::Config, kColumns, kFirst>(block.acc, staged, block.place);
     if (path.IsStoredByTma()) {
       block.staging.Publish();
     } else {
