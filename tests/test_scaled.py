@@ -602,9 +602,9 @@ def test_gpus_take_scales(dtype, transpose_rhs, of_x, of_w, scales, lowered_with
     )
     calls, text = lowered_without_gpus(f, x, *ws)
     assert [call.op for call in calls] == [
-        "all_gather", "all_gather_matmul", "quantize", "matmul_reduce_scatter"
+        "all_gather_matmul", "quantize", "matmul_reduce_scatter"
     ]  # fmt: skip
-    for call in calls[1::2]:
+    for call in calls[::2]:
         assert ("w is transposed first" in call.plan.reason) == (not transpose_rhs)
         assert "padded" in call.plan.reason
         (line,) = (one for one in text.splitlines() if f"@jflux_{call.op}(" in one)
@@ -751,9 +751,9 @@ def test_unchecked_kernels_are_asked_for(lowered_without_gpus):
     x, w = quantized(0, (4096, 512), (1, 128)), quantized(1, (512, 1024), (128, 128))
     with jflux.config(unchecked_kernels=False, strict=False):
         calls, text = lowered_without_gpus(f, x, w)
-    # jflux's all-gather of the values, and XLA's products of blocks.
-    assert [call.op for call in calls] == ["all_gather", "all_gather_matmul", "all_gather"]
-    assert "has not passed all checks" in calls[1].plan.reason
+    # jflux's all-gather of the values, and of the scale, and XLA's products of blocks.
+    assert [call.op for call in calls] == ["all_gather_matmul", "all_gather", "all_gather"]
+    assert "has not passed all checks" in calls[0].plan.reason
     assert "@jflux_all_gather_matmul" not in text
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     assert products
@@ -762,6 +762,32 @@ def test_unchecked_kernels_are_asked_for(lowered_without_gpus):
     with jflux.config(unchecked_kernels=False):
         x, w = quantized(0, (4096, 512), (1, -1)), quantized(1, (512, 1024), (-1, 1))
         assert "@jflux_all_gather_matmul" in lowered_without_gpus(f, x, w)[1]
+
+
+@pytest.mark.parametrize(
+    ("of_x", "of_w", "precision", "entries"),
+    [
+        ((1, -1), (-1, 1), None, 1),
+        ((1, 128), (128, 128), None, 4),
+        ((1, -1), (-1, -1), "highest", 4),
+    ],
+)
+def test_the_kernel_gathers_scales(of_x, of_w, precision, entries, lowered_without_gpus):
+    def local(x, w):
+        return jflux.all_gather_matmul(
+            x, w, axis_name="tp", return_gathered=True, precision=precision
+        )
+
+    f = jax.shard_map(local, mesh=make_mesh((2,)), in_specs=(P("tp"), P()), out_specs=P("tp"))
+    x, w = quantized(0, (4096, 512), of_x), quantized(1, (512, 1024), of_w)
+    _, gathered = jax.eval_shape(f, x, w)
+    assert gathered.scale.shape == (2 * 4096, x.scale.shape[1])
+    calls, text = lowered_without_gpus(f, x, w)
+    assert [call.op for call in calls] == ["all_gather_matmul"]
+    (line,) = (one for one in text.splitlines() if "@jflux_all_gather_matmul(" in one)
+    operands, results = line.split(" -> ")
+    assert f"tensor<2048x{entries}xf32>" in operands.rsplit("(", 1)[1]
+    assert f"tensor<4096x{entries}xf32>" in results
 
 
 def test_scales_are_exchanged_where_shards_have_no_whole_blocks():

@@ -16,9 +16,14 @@
 // a row block in one k-panel, or in two or four if the rank has few rows. It is copied in four
 // boxes of up to 32 rows. Bytes past the end of a row are zeros.
 //
+// Rows of 8 bits may have scales. These follow the data of all k-panels: a float32 for each row of
+// a k-panel, in the same order, which is x's scale of that row and k-block. A scale of whole rows
+// is that of k-panel 0. They travel with the chunk that has the rows, under its signal.
+//
 //   writes  the send warps of the rank that owns the rows (gather_sender_sm90.cuh)
 //   waits   scheduler warps and copies to `gathered`, for the chunk's signal
-//   order   the copy completes, then the signal is stored with release at system scope
+//   order   the copy completes and the lanes' stores of scales are synchronised, then the signal is
+//           stored with release at system scope
 //   reset   never (core/signal.h)
 #ifndef JFLUX_CORE_K_PANEL_LAYOUT_H_
 #define JFLUX_CORE_K_PANEL_LAYOUT_H_
@@ -100,10 +105,15 @@ struct KPanelLayout {
   JFLUX_HD int64_t RowOf(int32_t row_block, int32_t k_panel) const {
     return (static_cast<int64_t>(row_block) * k_panels + k_panel) * k_panel_rows;
   }
-  JFLUX_HD WorkspaceLayout Workspace() const {
+  // Into the data of a half: of the scale of a k-panel's first row.
+  JFLUX_HD int64_t ScaleOffset(int32_t row_block, int32_t k_panel) const {
+    return RowOf(row_blocks, 0) * kBlockBytes +
+           RowOf(row_block, k_panel) * static_cast<int64_t>(sizeof(float));
+  }
+  JFLUX_HD WorkspaceLayout Workspace(bool with_scales = false) const {
     const int64_t signals = static_cast<int64_t>(world) * rank_row_blocks * Chunks();
     return WorkspaceLayout::For(signals * static_cast<int64_t>(sizeof(Signal)),
-                                RowOf(row_blocks, 0) * kBlockBytes);
+                                ScaleOffset(with_scales ? row_blocks : 0, 0));
   }
 };
 

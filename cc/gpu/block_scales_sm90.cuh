@@ -8,7 +8,8 @@
 //
 // An op with such kernels provides
 //
-//   ScalesOf(args, smem, row_block, m64, tile) -> ScalesOfTile<Config>
+//   ScalesOf(args, call, smem, row_block, m64, tile) -> ScalesOfTile<Config>, or
+//                               BlockScales of rows that arrive while the kernel runs
 #ifndef JFLUX_GPU_BLOCK_SCALES_SM90_CUH_
 #define JFLUX_GPU_BLOCK_SCALES_SM90_CUH_
 
@@ -28,6 +29,7 @@ namespace jflux {
 // The scales of a thread's two rows of an m64 block, with an entry for each k-block.
 struct RowScales {
   const float *low, *high;  // (gpu/wgmma.cuh); null: y has no such row
+  static constexpr bool kArrive = false;
 
   // Of an m64 block that begins at virtual row `row0`: `scale` [rows, k_blocks].
   template <typename Rows>
@@ -55,12 +57,40 @@ struct RowScales {
     return Entry{low == nullptr ? 0.0f : __ldg(low + k_block),
                  high == nullptr ? 0.0f : __ldg(high + k_block)};
   }
+  __device__ __forceinline__ bool HasArrived(int) const { return true; }
+};
+
+// The same of rows that may come from peers, with the k-blocks of their tile.
+struct ArrivingRowScales {
+  const float* low;  // of the first row
+  int32_t to_high;   // entries from there to the second row's
+  int32_t stride;    // entries from one k-block to the next
+  bool is_local;     // this rank's, which are there; else in the workspace
+  uint32_t counter;  // KBlocksArrived of the CTA's shared memory
+  uint32_t before;   // what it counts for earlier tiles
+  static constexpr bool kArrive = true;
+
+  __device__ __forceinline__ void Skip(int k_blocks) { low += k_blocks * stride; }
+  __device__ __forceinline__ RowScales::Entry At(int k_block) const {
+    const float* from = low + k_block * stride;
+    // A line of L1 may be older than what has arrived.
+    return is_local ? RowScales::Entry{__ldg(from), __ldg(from + to_high)}
+                    : RowScales::Entry{__ldcg(from), __ldcg(from + to_high)};
+  }
+  // Whether a k-block of the tile, and its scales, may be read.
+  __device__ __forceinline__ bool HasArrived(int k_block) const {
+    return static_cast<int32_t>(ptx::LoadSharedAcquire(counter) - (before + k_block)) > 0;
+  }
+  // Between the wait for a k-block's stage and reading its scales: the stage was filled after the
+  // counter had counted it.
+  __device__ __forceinline__ void Acquire() const { ptx::LoadSharedAcquire(counter); }
 };
 
 // Scales::kOfBlocks. The columns of a tile lie in two blocks at most: its first `boundary` columns,
 // and the others.
-struct BlockScales {
-  RowScales rows;
+template <typename Rows>
+struct BlockScalesOf {
+  Rows rows;
   const float *left, *right;  // of the columns before and from `boundary` on, by k-block
   int32_t boundary;           // a multiple of kStep
 
@@ -110,6 +140,7 @@ struct BlockScales {
     for (int i = 0; i < kCount; ++i) total[kHalf * kCount + i] += sums[i] * by.Of(i);
   }
 };
+using BlockScales = BlockScalesOf<RowScales>;
 
 // Scales::kOfVectors. A thread needs a quarter of a tile's columns. Its consumer reads them all
 // together, and shares them in shared memory: in two buffers, since a thread may write those of the
@@ -177,19 +208,43 @@ template <typename Config>
 using ScalesOfTile =
     std::conditional_t<Config::kScales == Scales::kOfVectors, VectorScales<Config>, BlockScales>;
 
+// A thread's scales of a tile's k-blocks, read a k-block ahead where that has arrived.
+template <typename TileScales>
+struct ScalesAhead {
+  using Entry = typename TileScales::Entry;
+  const TileScales& scales;
+  Entry next{};
+  bool has_next = false;
+
+  __device__ __forceinline__ void Read(int k_block, int k_blocks) {
+    has_next = k_block < k_blocks && scales.rows.HasArrived(k_block);
+    if (has_next) next = scales.Read(k_block);
+  }
+  // Those of a k-block whose stage is full.
+  __device__ __forceinline__ Entry Of(int k_block) {
+    if constexpr (decltype(scales.rows)::kArrive) {
+      if (!has_next) {
+        scales.rows.Acquire();
+        next = scales.Read(k_block);
+      }
+    }
+    return next;
+  }
+};
+
 // MultiplyBlocks of a tile of two blocks of columns.
-template <typename Config, typename Release>
+template <typename Config, typename TileScales, typename Release>
 __device__ __forceinline__ int MultiplyTwoBlocks(Accumulators<Config>& total,
                                                  const GemmSmem<Config>& smem, int consumer,
                                                  Ring<Config::kStages>& stages, int k_blocks,
-                                                 const BlockScales& scales, Release&& release) {
+                                                 const TileScales& scales, Release&& release) {
   static_assert(Config::kTileN == 2 * kScaleBlock && !Config::kLendsStage);
   int last = -1;
-  BlockScales::Entry next{};
-  if (k_blocks > 0) next = scales.Read(0);
+  ScalesAhead<TileScales> ahead{scales};
+  ahead.Read(0, k_blocks);
   for (int kb = 0; kb < k_blocks; ++kb) {
     ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
-    const auto entry = next;
+    const auto entry = ahead.Of(kb);
     const auto multiply = [&](auto half) {
       constexpr int kHalf = decltype(half)::value;
       float sums[1][kScaleBlock / 2];
@@ -199,11 +254,11 @@ __device__ __forceinline__ int MultiplyTwoBlocks(Accumulators<Config>& total,
                             smem.B(stages.index) + kHalf * kScaleBlock * kBlockBytes,
                             /*adds=*/false);
       wgmma::Commit();
-      if (kHalf == 0 && kb + 1 < k_blocks) next = scales.Read(kb + 1);
+      if (kHalf == 0) ahead.Read(kb + 1, k_blocks);
       wgmma::Wait<0>();
       wgmma::Pin(sums[0]);
       if (kHalf == 1) release(stages.index);
-      scales.AddHalf<kHalf>(total[0], sums[0], entry);
+      scales.template AddHalf<kHalf>(total[0], sums[0], entry);
     };
     multiply(std::integral_constant<int, 0>{});
     multiply(std::integral_constant<int, 1>{});
@@ -215,23 +270,23 @@ __device__ __forceinline__ int MultiplyTwoBlocks(Accumulators<Config>& total,
 
 // total += a tile's scaled k-blocks. release(stage) is called when a stage has been read, but not
 // for a lent one. Returns the last stage.
-template <typename Config, typename Release>
+template <typename Config, typename TileScales, typename Release>
 __device__ __forceinline__ int MultiplyBlocks(Accumulators<Config>& total,
                                               const GemmSmem<Config>& smem, int consumer,
                                               Ring<Config::kStages>& stages, int k_blocks,
-                                              const ScalesOfTile<Config>& scales,
-                                              Release&& release) {
+                                              const TileScales& scales, Release&& release) {
   static_assert(Config::kConsumerM64Blocks == 1);
   if constexpr (Config::kTileN == 2 * kScaleBlock) {
     return MultiplyTwoBlocks<Config>(total, smem, consumer, stages, k_blocks, scales, release);
   }
   constexpr int kHalf = kMultiplySteps / 2;
   int last = -1;
-  typename ScalesOfTile<Config>::Entry next{};
-  if (k_blocks > 0) next = scales.Read(0);
+  ScalesAhead<TileScales> ahead{scales};
+  ahead.Read(0, k_blocks);
   for (int kb = 0; kb < k_blocks; ++kb) {
     Accumulators<Config> sums;
     ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
+    const auto entry = ahead.Of(kb);
     const uint32_t a = smem.A(stages.index) + consumer * 8192, b = smem.B(stages.index);
     PinAll<Config>(sums);
     wgmma::Fence();
@@ -240,8 +295,7 @@ __device__ __forceinline__ int MultiplyBlocks(Accumulators<Config>& total,
     wgmma::Commit();
     MultiplyStage<Config, kHalf>(sums, a, b, /*adds=*/true);
     wgmma::Commit();
-    const auto entry = next;
-    if (kb + 1 < k_blocks) next = scales.Read(kb + 1);
+    ahead.Read(kb + 1, k_blocks);
     scales.Share(entry, kb);
     wgmma::Wait<0>();
     PinAll<Config>(sums);

@@ -3,7 +3,8 @@
 //
 //   writes  the peers' workspaces and signals
 //   waits   for no peer
-//   order   bulk copies complete, proxy fence, StoreRelease of the chunk's signal (SignalChunk)
+//   order   bulk copies complete, proxy fence, StoreRelease of the chunk's signal (SignalChunk);
+//           what lanes store beside the boxes, __syncwarp, the same StoreRelease
 //   reset   the counters: LeaveCounters (gpu/gemm_call.cuh)
 #ifndef JFLUX_GPU_CHUNK_SENDER_CUH_
 #define JFLUX_GPU_CHUNK_SENDER_CUH_
@@ -45,6 +46,17 @@ __device__ int NextTransfer(const Args& args) {
   return __shfl_sync(0xffffffff, threadIdx.x % 32 == 0 ? TakeTransfer(args) : 0, 0);
 }
 
+// A sender of nothing but boxes derives from this.
+struct BoxesAlone {
+  struct Beside {};
+  template <typename... Any>
+  static __device__ __forceinline__ Beside LoadBeside(const Any&...) {
+    return Beside{};
+  }
+  template <typename... Any>
+  static __device__ __forceinline__ void StoreBeside(const Any&...) {}
+};
+
 // Sends chunks, taken from a counter, until all are taken. Called by a full warp: it computes
 // coordinates, and one lane issues the copies. Sender provides
 //
@@ -56,6 +68,9 @@ __device__ int NextTransfer(const Args& args) {
 //   StoreBox(args, call, buffers, chunk, i)
 //                                    box i; commits a bulk group even if the box is empty
 //   SignalChunk(args, call, chunk, since)
+//   LoadBeside(args, chunk) -> Beside
+//   StoreBeside(args, call, chunk, beside)
+//                                    all lanes: what travels with a chunk beside its boxes
 template <typename Sender, typename Args>
 __device__ void SendChunks(const Args& args, const CallContext& call,
                            typename Sender::Buffers& buffers) {
@@ -78,6 +93,7 @@ __device__ void SendChunks(const Args& args, const CallContext& call,
     const int next_transfer = NextTransfer(args);
     const Chunk next =
         next_transfer < transfers ? Sender::ChunkOf(args, order.At(next_transfer)) : Chunk{};
+    const typename Sender::Beside beside = Sender::LoadBeside(args, chunk);
     if (ptx::ElectOne()) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -94,6 +110,8 @@ __device__ void SendChunks(const Args& args, const CallContext& call,
         }
       }
     }
+    // Here, so that the signal of the chunk before has not waited for these stores.
+    Sender::StoreBeside(args, call, chunk, beside);
     __syncwarp();
     arriving = chunk;
     arriving_since = start;

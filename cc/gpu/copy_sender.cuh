@@ -30,7 +30,7 @@ struct CopiedChunk {
 //   ChunkOf(args, peer, chunk) -> CopiedChunk
 //   SignalOf(args, call, peer, chunk)   at the peer
 template <typename Op>
-struct CopySender {
+struct CopySender : BoxesAlone {
   using Args = typename Op::Args;
   using Buffers = SendBuffers<typename Op::Smem>;
   using Chunk = CopiedChunk;

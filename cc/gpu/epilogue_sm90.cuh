@@ -101,22 +101,14 @@ __device__ __forceinline__ void StoreM64F32(const float (&acc)[kCount], void* y,
   }
 }
 
-// Multiplies row r of kColumns columns of kBlocks m64 blocks, from kFirst on, by rows[row_of(i,
-// r)], of block i, and the columns, which are y's from n0 on, by columns[n]. Rows with row_of(i, r)
-// < 0 become zero. Of blocks that are scaled one after the other the compiler may keep the scales
-// of all columns in registers, and spill others.
-template <int kColumns, int kBlocks = 1, int kFirst = 0, int kCount, typename RowOf>
-__device__ __forceinline__ void ScaleM64s(float (*acc)[kCount], const float* rows,
-                                          const float* columns, int64_t n0, int64_t n,
-                                          RowOf&& row_of) {
-  const int thread = threadIdx.x % 128, row = 16 * (thread / 32) + thread % 32 / 4;
-  float low[kBlocks], high[kBlocks];
-#pragma unroll
-  for (int i = 0; i < kBlocks; ++i) {
-    const int64_t of_low = row_of(i, row), of_high = row_of(i, row + 8);
-    low[i] = of_low < 0 ? 0.0f : __ldg(rows + of_low);
-    high[i] = of_high < 0 ? 0.0f : __ldg(rows + of_high);
-  }
+// Multiplies a thread's two rows of kColumns columns of kBlocks m64 blocks, from kFirst on, by
+// low[i] and high[i], of block i, and the columns, which are y's from n0 on, by columns[n]. Of
+// blocks that are scaled one after the other the compiler may keep the scales of all columns in
+// registers, and spill others.
+template <int kColumns, int kFirst = 0, int kBlocks, int kCount>
+__device__ __forceinline__ void ScaleM64s(float (*acc)[kCount], const float (&low)[kBlocks],
+                                          const float (&high)[kBlocks], const float* columns,
+                                          int64_t n0, int64_t n) {
 #pragma unroll
   for (int j = 0; j < kColumns / 8; ++j) {
     const int64_t col = n0 + 8 * j + 2 * (threadIdx.x % 4);
@@ -132,6 +124,23 @@ __device__ __forceinline__ void ScaleM64s(float (*acc)[kCount], const float* row
       a[3] = a[3] * high[i] * c.y;
     }
   }
+}
+
+// The same; row r of block i is multiplied by rows[row_of(i, r)]. Rows with row_of(i, r) < 0 become
+// zero.
+template <int kColumns, int kBlocks = 1, int kFirst = 0, int kCount, typename RowOf>
+__device__ __forceinline__ void ScaleM64s(float (*acc)[kCount], const float* rows,
+                                          const float* columns, int64_t n0, int64_t n,
+                                          RowOf&& row_of) {
+  const int thread = threadIdx.x % 128, row = 16 * (thread / 32) + thread % 32 / 4;
+  float low[kBlocks], high[kBlocks];
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i) {
+    const int64_t of_low = row_of(i, row), of_high = row_of(i, row + 8);
+    low[i] = of_low < 0 ? 0.0f : __ldg(rows + of_low);
+    high[i] = of_high < 0 ? 0.0f : __ldg(rows + of_high);
+  }
+  ScaleM64s<kColumns, kFirst>(acc, low, high, columns, n0, n);
 }
 
 // Adds a bias [n] to kColumns columns of an m64 block, from kFirst on; these are y's columns from

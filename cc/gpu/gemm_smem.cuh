@@ -183,7 +183,7 @@ struct GemmSmem {
     return Bar(kBarriers) + kTileEntryBytes * entry;
   }
   // K-blocks of A that have arrived, over all tiles so far. Written by the scheduler warp, polled
-  // by the load warp.
+  // by the load warp, and read by consumers of scales that arrive with them.
   __device__ uint32_t KBlocksArrived() const { return TileEntry(Config::kTileQueue); }
   static_assert(kBarriers * 8 + Config::kTileQueue * kTileEntryBytes + 4 <= Config::kBarrierBytes);
 };

@@ -74,13 +74,17 @@ TEST(RoomForEverything) {
             EXPECT(box.rows <= KPanelLayout::kBoxRows);
             const int64_t first = layout.RowOf(row_block, box.k_panel) + range.begin + box.row;
             data.push_back({first * kBlockBytes, (first + box.rows) * kBlockBytes});
+            const int64_t scales = layout.ScaleOffset(row_block, box.k_panel) +
+                                   (range.begin + box.row) * int64_t{sizeof(float)};
+            data.push_back({scales, scales + box.rows * int64_t{sizeof(float)}});
             columns += box.rows;
           }
         }
       }
       EXPECT_EQ(columns, rows.PerRank() * layout.k_panels);
     }
-    const WorkspaceLayout workspace = layout.Workspace();
+    const WorkspaceLayout workspace = layout.Workspace(/*with_scales=*/true);
+    EXPECT(layout.Workspace().data_bytes <= workspace.data_bytes);
     EXPECT(Disjoint(data) && Inside(data, workspace.data_bytes)) << rows.world << " " << rows.inner;
     EXPECT(Disjoint(signals) && Inside(signals, workspace.SignalBytes()))
         << rows.world << " " << rows.inner;

@@ -116,6 +116,11 @@ inline KPanelLayout CudaLayoutOf(const AllGatherMatmulParams& p) {
   return KPanelLayout::Make(p.rows, p.k * SizeOf(p.dtype));
 }
 
+// `scales`: of x and w.
+inline WorkspaceLayout CudaWorkspaceOf(const AllGatherMatmulParams& p, Scales scales) {
+  return CudaLayoutOf(p).Workspace(scales != Scales::kNone);
+}
+
 inline TileCosts AllGatherCosts(DType dtype, int64_t k, int64_t n, bool transpose_rhs, int world) {
   const TileCosts& costs = SizeOf(dtype) == 1 ? kGatherCosts8 : kGatherCosts;
   return Loading(costs, k * SizeOf(dtype), n * SizeOf(dtype), transpose_rhs, world);
@@ -167,7 +172,8 @@ struct AllGatherMatmulOperands {
   bool gated;
   void* gathered;  // or null
   Scales scales = Scales::kNone;
-  const float* x_scale = nullptr;           // of all ranks' rows: [rows], or [rows, blocks of k]
+  const float* x_scale = nullptr;           // of x's rows: [rows], or [rows, blocks of k]
+  float* gathered_scale = nullptr;          // the same of `gathered`, if x has a scale
   Quantizing quantize = Quantizing::kNone;  // of all y, which params say are float32
 };
 

@@ -10,8 +10,8 @@ bool PlanAllGatherMatmul(CallReader& reader, const Machine& machine, Fields* pla
                          std::string* why_not) {
   const ProductCall call = ProductCall::Read(reader);
   const bool gated = reader.GetOr("gated", 0, 0, 1) == 1;
-  const bool block_scales = reader.GetOr("block_scales", 0, 0, 1) == 1;
   const bool quantizes = reader.GetOr("quantizes", 0, 0, 1) == 1;
+  const auto scales = static_cast<Scales>(reader.GetOr("scales", 0, 0, 3));
   const DType w_dtype = reader.Has("w_dtype") ? reader.GetFormat("w_dtype") : call.dtype;
   if (!reader.Check(why_not)) return false;
   const AllGatherMatmulParams p{call.rows,          call.k, call.n, call.dtype, call.out_dtype,
@@ -24,11 +24,9 @@ bool PlanAllGatherMatmul(CallReader& reader, const Machine& machine, Fields* pla
   if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine)), why_not)) return false;
   const GemmChoice wanted = call.given.value_or(
       ChooseAllGather(p.rows.world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs));
-  const GemmChoice choice = FitWeights(
-      wanted, p, gated, block_scales ? Scales::kOfBlocks : Scales::kOfSums, quantizes, machine);
-  *plan =
-      ProductPlan{choice, AllGatherSenders(p, machine), CudaLayoutOf(p).Workspace().TotalBytes()}
-          .AsFields();
+  const GemmChoice choice = FitWeights(wanted, p, gated, scales, quantizes, machine);
+  *plan = ProductPlan{choice, AllGatherSenders(p, machine), CudaWorkspaceOf(p, scales).TotalBytes()}
+              .AsFields();
   return true;
 }
 
@@ -99,7 +97,7 @@ struct CallOnCuda : PlannedCall<kAllGatherMatmulId, LaunchAllGatherMatmul> {
     }
     return "";
   }
-  int64_t WorkspaceBytes() const { return CudaLayoutOf(p).Workspace().TotalBytes(); }
+  int64_t WorkspaceBytes() const { return CudaWorkspaceOf(p, arrays.scales).TotalBytes(); }
 };
 
 }  // namespace

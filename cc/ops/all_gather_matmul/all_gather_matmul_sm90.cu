@@ -13,7 +13,7 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   const GemmChoice& choice = plan.choice;
   AllGatherMatmulArgs args{};
   args.layout = CudaLayoutOf(p);
-  args.workspace = args.layout.Workspace();
+  args.workspace = CudaWorkspaceOf(p, operands.scales);
   args.state = device.state;
   if (!SetProductArgs(p, operands, choice, device.sm_count, view, &args, error)) return false;
   args.gathered = operands.gathered;

@@ -5,16 +5,21 @@
 // when its copy has completed, while the next chunk is in flight. Meanwhile the load warps start
 // with the local rows, straight from x. Tiles with other ranks' rows are read from the workspace,
 // k-panel by k-panel, as the signals arrive. With few rows, the CTAs of a cluster may split a
-// tile's k (kClusterK): each waits for its own k-panels and finishes a slice of the columns.
+// tile's k (kClusterK): each waits for its own k-panels and finishes a slice of the columns. Scales
+// of rows arrive with their k-panels, under the same signals.
 //
 //   writes  send warps: the peers' workspaces and signals
 //   waits   scheduler warps, for the k-panels of their tiles; send warps, for copies to `gathered`
-//   order   release and acquire at system scope, and proxy fences around bulk copies and TMA
+//   order   release and acquire at system scope, and proxy fences around bulk copies and TMA.
+//           Consumers, which read scales, acquire at CTA scope what the scheduler warp has acquired
+//           (GemmSmem::KBlocksArrived)
 //   reset   never: core/signal.h
 //
 // Deadlock: tiles wait for sends only, and sends wait for nothing.
 #ifndef JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_SM90_CUH_
 #define JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_SM90_CUH_
+
+#include <type_traits>
 
 #include "core/tile_order.h"
 #include "gpu/epilogue_sm90.cuh"
@@ -25,7 +30,8 @@
 
 namespace jflux {
 
-template <typename Config_>
+// kGathers: whether rows come from peers.
+template <typename Config_, bool kGathers = true>
 struct AllGatherMatmulSm90 {
   using Config = Config_;
   using Args = AllGatherMatmulArgs;
@@ -114,14 +120,42 @@ struct AllGatherMatmulSm90 {
     }
   };
 
+  // Those of an m64 block that begins at virtual row `row0`: this rank's, or in the workspace.
+  static __device__ ArrivingRowScales RowScalesOf(const Args& args, const CallContext& call,
+                                                  int64_t row0) {
+    const auto row_block = static_cast<int32_t>(row0 / Config::kTileM);
+    const int thread = threadIdx.x % 128;
+    const Span s = SpanOf(args, row_block);
+    // A row past the last has its scale; nobody stores what it multiplies.
+    const int64_t low = Min(row0 + 16 * (thread / 32) + thread % 32 / 4, s.last - 1);
+    const auto to_high = static_cast<int32_t>(Min(low + 8, s.last - 1) - low);
+    ArrivingRowScales scales{};
+    scales.is_local = IsLocal(args, s);
+    if (scales.is_local) {
+      const int32_t entries = ScaleEntries<Config>(args);
+      scales.low = args.x_scale + (low - args.view.rank * args.rows.PerRank()) * entries;
+      scales.to_high = to_high * entries;
+      scales.stride = 1;
+    } else {
+      scales.low = KPanelScales(args, call, args.view.rank, row_block, 0) + (low - s.first);
+      scales.to_high = to_high;
+      scales.stride = args.layout.k_panel_rows;
+    }
+    return scales;
+  }
   // With kBlockScales.
-  static __device__ ScalesOfTile<Config> ScalesOf(const Args& args, const GemmSmem<Config>& smem,
-                                                  int32_t row_block, int m64, Tile tile) {
+  static __device__ auto ScalesOf(const Args& args, const CallContext& call,
+                                  const GemmSmem<Config>& smem, int32_t row_block, int m64,
+                                  Tile tile) {
     const Columns columns = ColumnsOf(args, Tile{0, tile.n});
     const int64_t k_blocks = CeilDiv<int64_t>(args.k, Config::kTileK), n = args.n[columns.weight];
-    ScalesOfTile<Config> scales;
-    scales.rows.Set(args.x_scale, args.rows,
-                    static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64, k_blocks);
+    const int64_t row0 = static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64;
+    std::conditional_t<kGathers, BlockScalesOf<ArrivingRowScales>, ScalesOfTile<Config>> scales;
+    if constexpr (kGathers) {
+      scales.rows = RowScalesOf(args, call, row0);
+    } else {
+      scales.rows.Set(args.x_scale, args.rows, row0, k_blocks);
+    }
     if constexpr (Config::kScales == Scales::kOfVectors) {
       scales.SetColumns(smem, m64, args.w_scale[columns.weight], columns.n0, n);
     } else if (Config::kTwoWeights && args.gated) {
@@ -168,7 +202,7 @@ struct AllGatherMatmulSm90 {
     }
 
     template <typename AwaitPartials>
-    static __device__ void Finish(const Args& args, const CallContext&,
+    static __device__ void Finish(const Args& args, const CallContext& call,
                                   StagingWriter<Config>& staging, Slices<Config>& acc,
                                   int32_t row_block, Tile tile, AwaitPartials&&) {
       if (!Config::kScaled &&
@@ -180,7 +214,7 @@ struct AllGatherMatmulSm90 {
       for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
         const int m64 = staging.M64At(i);
         if (!HasRows(args, row_block, m64)) continue;
-        FinishM64(args, staging, acc[i],
+        FinishM64(args, call, staging, acc[i],
                   static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64, tile);
       }
     }
@@ -195,9 +229,40 @@ struct AllGatherMatmulSm90 {
       __device__ BlockPath Path() const { return PathOf(args, row0); }
       __device__ bool IsFloat16() const { return args.out_f16; }
     };
+    // step::Scale of the m64 block that starts at virtual row `row0`, once its rows have arrived:
+    // in this CTA, or, where CTAs share k, in the one whose slices it has waited for.
+    template <int kColumns, int kFirst = 0>
+    struct ScaleArrived {
+      const Args& args;
+      const CallContext& call;
+      int64_t row0;
+      const float* const& columns;
+      template <typename Block>
+      __device__ __forceinline__ void operator()(const Block& block) const {
+        if constexpr (Config::kScaled) {
+          if (columns == nullptr) return;
+          ArrivingRowScales rows = RowScalesOf(args, call, row0);
+          rows.counter = block.staging.smem.KBlocksArrived();
+          rows.Acquire();
+          const RowScales::Entry entry = rows.At(0);
+          ScaleM64s<kColumns, kFirst>(&block.acc, {entry.low}, {entry.high}, columns,
+                                      block.place.n0, block.place.Columns());
+        }
+      }
+    };
+    template <int kColumns, int kFirst = 0>
+    static __device__ auto Scale(const Args& args, const CallContext& call, int64_t row0, int w) {
+      if constexpr (kGathers) {
+        return ScaleArrived<kColumns, kFirst>{args, call, row0, args.w_scale[w]};
+      } else {
+        return step::Scale<kColumns, kFirst>{args.x_scale, args.w_scale[w]};
+      }
+    }
+
     // Finishes the m64 block that starts at virtual row `row0`: the sums saved for the gradient,
     // then y. Store writes them out in the same order.
-    static __device__ void FinishM64(const Args& args, StagingWriter<Config>& staging,
+    static __device__ void FinishM64(const Args& args, const CallContext& call,
+                                     StagingWriter<Config>& staging,
                                      float (&acc)[Config::kSliceAccumulators], int64_t row0,
                                      Tile tile) {
       const Columns columns = ColumnsOf(args, tile);
@@ -206,8 +271,7 @@ struct AllGatherMatmulSm90 {
       if constexpr (Config::kTwoWeights) {
         if (args.gated) {
           constexpr int kHalf = Config::kTileN / 2;
-          Apply(block, step::Scale<kHalf>{args.x_scale, args.w_scale[0]},
-                step::Scale<kHalf, kHalf>{args.x_scale, args.w_scale[1]},
+          Apply(block, Scale<kHalf>(args, call, row0, 0), Scale<kHalf, kHalf>(args, call, row0, 1),
                 step::Bias<kHalf>{args.bias[0]}, step::Bias<kHalf, kHalf>{args.bias[1]},
                 step::SaveHalves<kHalf>{args.sums_data[0], args.sums_data[1]},
                 step::Activate<kHalf>{args.activation}, step::Gate<kHalf>{},
@@ -218,7 +282,7 @@ struct AllGatherMatmulSm90 {
       // Save and Write share no code: a loop over both would halve it, and spill 2 KB of registers.
       constexpr int kN = Config::kSliceN;
       const int i = columns.weight;
-      Apply(block, step::Scale<kN>{args.x_scale, args.w_scale[i]}, step::Bias<kN>{args.bias[i]},
+      Apply(block, Scale<kN>(args, call, row0, i), step::Bias<kN>{args.bias[i]},
             step::Save<kN>{args.sums_data[i]}, step::Activate<kN>{args.activation},
             step::WriteResults<kN>{args.y_data[i], args.y_scale[i], args.power_of_two});
     }
@@ -331,6 +395,7 @@ inline bool SetProductArgs(const AllGatherMatmulParams& p, const AllGatherMatmul
   args->out_f32 = p.out_dtype == DType::kF32;
   args->out_f16 = SizeOf(p.dtype) == 1 && p.out_dtype == DType::kF16;
   args->x_scale = operands.x_scale;
+  args->gathered_scale = operands.gathered_scale;
   args->no_epilogue = !args->out_f32 && !args->out_f16 && args->rows.outer == 1 && !args->gated &&
                       args->activation == Activation::kNone;
   for (int i = 0; i < args->weights; ++i) {

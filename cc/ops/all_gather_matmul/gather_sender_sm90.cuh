@@ -1,9 +1,12 @@
 // The arguments of all_gather_matmul's kernel, and its send warp, which copies local rows to the
-// peers' workspaces and, if asked for, all rows to `gathered`.
+// peers' workspaces and, if asked for, all rows to `gathered`; with the scales of the rows, if they
+// have any.
 //
 //   writes  the peers' workspaces and signals
 //   waits   for peers only while it copies to `gathered`, after the CTA's last send
-//   order   bulk copies complete, proxy fence, StoreRelease of the chunk's signal
+//   order   bulk copies complete, proxy fence, StoreRelease of the chunk's signal; stores of
+//   scales,
+//           __syncwarp, the same StoreRelease
 //   reset   the counters: LeaveCounters (gpu/gemm_call.cuh)
 #ifndef JFLUX_OPS_ALL_GATHER_MATMUL_GATHER_SENDER_SM90_CUH_
 #define JFLUX_OPS_ALL_GATHER_MATMUL_GATHER_SENDER_SM90_CUH_
@@ -58,10 +61,11 @@ struct AllGatherMatmulArgs {
   struct {
     int32_t m, n;
   } first[kMostSms];  // order.At(i), the static first tile of cluster i
-  // Of operands of 8 bits: of all rows of y and all columns; or with an entry for each k-block, and
-  // of blocks of columns (Scales).
+  // Of operands of 8 bits: of local rows and all columns; or with an entry for each k-block, and of
+  // blocks of columns (Scales). Null: they have none.
   const float* x_scale;
   const float* w_scale[kMaxWeights];
+  float* gathered_scale;  // of `gathered`, if x has a scale
   // Of y that is quantised (Config::kQuantizes): [rows, blocks of n].
   float* y_scale[kMaxWeights];
   bool power_of_two;
@@ -82,10 +86,23 @@ __device__ __forceinline__ char* KPanelRow(const AllGatherMatmulArgs& args, cons
   return args.view.At(rank, args.workspace.DataOffset(call.epoch) +
                                 (args.layout.RowOf(row_block, k_panel) + row) * kBlockBytes);
 }
+// The scales of a k-panel's rows, there.
+__device__ __forceinline__ float* KPanelScales(const AllGatherMatmulArgs& args,
+                                               const CallContext& call, int rank, int32_t row_block,
+                                               int32_t k_panel) {
+  return args.view.At<float>(
+      rank, args.workspace.DataOffset(call.epoch) + args.layout.ScaleOffset(row_block, k_panel));
+}
+// Entries of x's scale for each row.
+template <typename Config>
+__device__ __forceinline__ int32_t ScaleEntries(const AllGatherMatmulArgs& args) {
+  return Config::kBlockScales ? args.layout.k_panels : 1;
+}
 
 template <typename Config>
 struct GatherSender {
   using Args = AllGatherMatmulArgs;
+  using Layout = KPanelLayout;
   using Buffers = SendBuffers<GemmSmem<Config>>;
 
   // Takes chunks from counters: first chunks to send, in as many CTAs as may send (gpu/senders.h),
@@ -140,15 +157,75 @@ struct GatherSender {
                  call.signal);
     call.Done(EventKind::kSend, since, c.peer, c.chunk);
   }
+  // The scales of a chunk's rows: a lane has a row of each box.
+  struct Beside {
+    float scales[Layout::kBoxes];
+  };
+  static __device__ Beside LoadBeside(const Args& args, const Chunk& c) {
+    Beside beside{};
+    ForScales(args, c, [&](int i, const typename Layout::Box& box, int32_t row) {
+      beside.scales[i] = *LocalScale(args, c, box, row);
+    });
+    return beside;
+  }
+  static __device__ void StoreBeside(const Args& args, const CallContext& call, const Chunk& c,
+                                     const Beside& beside) {
+    ForScales(args, c, [&](int i, const typename Layout::Box& box, int32_t row) {
+      KPanelScales(args, call, c.peer, c.row_block, box.k_panel)[c.range.begin + row] =
+          beside.scales[i];
+    });
+  }
 
  private:
+  // f(i, box, row of the range) for each box i in which this lane has a row with a scale.
+  template <typename F>
+  static __device__ __forceinline__ void ForScales(const Args& args, const Chunk& c, F&& f) {
+    if constexpr (Config::kNarrow) {
+      if (args.x_scale == nullptr) return;
+      const int lane = threadIdx.x % 32;
+#pragma unroll
+      for (int i = 0; i < Layout::kBoxes; ++i) {
+        const auto box = args.layout.BoxOf(c.range, c.chunk, i);
+        if (lane < box.rows && box.k_panel < ScaleEntries<Config>(args)) f(i, box, box.row + lane);
+      }
+    }
+  }
+  static __device__ const float* LocalScale(const Args& args, const Chunk& c,
+                                            const typename Layout::Box& box, int32_t row) {
+    return args.x_scale + static_cast<int64_t>(c.row + row) * ScaleEntries<Config>(args) +
+           box.k_panel;
+  }
+
   static __device__ void CopyChunks(const Args& args, const CallContext& call, Buffers& buffers) {
     const int chunks_per_rank = args.layout.rank_row_blocks * args.layout.Chunks();
+    if constexpr (Config::kNarrow) return CopyWithScales(args, call, buffers, chunks_per_rank);
     if (!ptx::ElectOne()) return;
     for (int i = TakeCopy(args); i < args.view.world * chunks_per_rank; i = TakeCopy(args)) {
       CopyGathered(args, call, buffers, i / chunks_per_rank, i % chunks_per_rank);
     }
     ptx::BulkWait<0>();
+  }
+  // The same with scales, which all lanes copy.
+  static __device__ void CopyWithScales(const Args& args, const CallContext& call, Buffers& buffers,
+                                        int chunks_per_rank) {
+    for (;;) {
+      const int i = __shfl_sync(0xffffffff, threadIdx.x % 32 == 0 ? TakeCopy(args) : 0, 0);
+      if (i >= args.view.world * chunks_per_rank) break;
+      const int step = i / chunks_per_rank;
+      if (ptx::ElectOne()) CopyGathered(args, call, buffers, step, i % chunks_per_rank);
+      __syncwarp();  // the chunk has arrived
+      const Chunk c = CopiedChunk(args, step, i % chunks_per_rank);
+      const int src = SourceOf(args, step);
+      ForScales(args, c, [&](int, const typename Layout::Box& box, int32_t row) {
+        const float scale =
+            step == 0 ? *LocalScale(args, c, box, row)
+                      : __ldcg(KPanelScales(args, call, args.view.rank, c.row_block, box.k_panel) +
+                               c.range.begin + row);
+        const int64_t to = args.rows.Actual(src * args.rows.PerRank() + c.row + row);
+        args.gathered_scale[to * ScaleEntries<Config>(args) + box.k_panel] = scale;
+      });
+    }
+    if (ptx::ElectOne()) ptx::BulkWait<0>();
   }
 
   static __device__ Chunk ChunkOf(const Args& args, int src, int peer, int32_t row_block,
@@ -160,13 +237,21 @@ struct GatherSender {
   }
 
   // Copies start with the local chunks and continue in the order in which the peers' chunks arrive.
-  // `i` numbers the chunks of a rank.
+  static __device__ int SourceOf(const Args& args, int step) {
+    return (args.view.rank + step) % args.view.world;
+  }
+  // `i` numbers the chunks of a rank. An empty range: it has fewer.
+  static __device__ Chunk CopiedChunk(const Args& args, int step, int i) {
+    const int src = SourceOf(args, step), chunks = args.layout.Chunks();
+    if (i / chunks >= args.layout.RowBlocksOf(src)) return Chunk{};
+    return ChunkOf(args, src, args.view.rank, args.layout.FirstRowBlock(src) + i / chunks,
+                   i % chunks);
+  }
   static __device__ void CopyGathered(const Args& args, const CallContext& call, Buffers& buffers,
                                       int step, int i) {
-    const int src = (args.view.rank + step) % args.view.world, chunks = args.layout.Chunks();
-    if (i / chunks >= args.layout.RowBlocksOf(src)) return;
-    const Chunk c =
-        ChunkOf(args, src, args.view.rank, args.layout.FirstRowBlock(src) + i / chunks, i % chunks);
+    const int src = SourceOf(args, step);
+    const Chunk c = CopiedChunk(args, step, i);
+    if (c.range.end == 0) return;
     const bool is_local = src == args.view.rank;
     if (!is_local) {
       AwaitPeer(call, ChunkSignal(args, call, args.view.rank, src, c.row_block, c.chunk), src,

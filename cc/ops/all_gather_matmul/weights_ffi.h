@@ -30,10 +30,15 @@ struct WeightsAttributes {
   }
 };
 
+// Entries of x's scale for each row.
+inline int64_t KEntries(const AllGatherMatmulParams& p, Scales scales) {
+  return HasEntriesOfK(scales) ? CeilDiv<int64_t>(p.k, kScaleBlock) : 1;
+}
+
 // Reads w_0 .. w_p-1, a bias for each of them that is `biased`, and, if there are `scales`, that of
-// all rows of y and one of the columns of each w. Results: all y (of which there is one if they are
+// x's rows and one of the columns of each w. Results: all y (of which there is one if they are
 // gated), each followed by its scale if they are quantised, p sums if there are `sums`, and perhaps
-// one more, the gathered x.
+// the gathered x, with its scale if there is one.
 //
 // params_of(w, y, gathered) -> optional<AllGatherMatmulParams>. Sets *p, whose n is the columns of
 // all weights, and *operands but for x. Why they do not fit; "" if they do.
@@ -46,12 +51,12 @@ std::string ReadWeights(const WeightsAttributes& a, const ffi::RemainingArgs& re
   const bool quantizes = a.quantize != 0;
   const size_t each = quantizes ? 2 : 1;  // results of a y
   const size_t computed = products * each + (a.sums ? count : 0);
-  const bool gathered = results.size() == computed + 1;
+  const bool gathered = results.size() > computed;
   if (count < 1 || count > kMaxWeights || !IsScales(a.scales) || !IsQuantizing(a.quantize) ||
       (quantizes && (a.sums || a.scales == 0)) ||
       rest.size() != count + biases + (a.scales != 0 ? 1 + count : 0) ||
-      results.size() != computed + (gathered ? 1 : 0) || (a.gated && count != 2) ||
-      !IsActivation(a.activation)) {
+      (gathered && results.size() != computed + (a.scales != 0 ? 2 : 1)) ||
+      results.size() < computed || (a.gated && count != 2) || !IsActivation(a.activation)) {
     return kDoNotFit;
   }
   operands->weights = static_cast<int32_t>(count);
@@ -114,10 +119,9 @@ std::string ReadWeights(const WeightsAttributes& a, const ffi::RemainingArgs& re
     }
     if (a.scales != 0) {
       const bool of_blocks = operands->scales == Scales::kOfBlocks;
-      const int64_t k_entries =
-          HasEntriesOfK(operands->scales) ? CeilDiv<int64_t>(p->k, kScaleBlock) : 1;
+      const int64_t k_entries = KEntries(*p, operands->scales);
       const int64_t n_entries = of_blocks ? CeilDiv<int64_t>(p->n, kScaleBlock) : p->n;
-      operands->x_scale = floats(count + biases, p->rows.Total() * k_entries);
+      operands->x_scale = floats(count + biases, p->rows.PerRank() * k_entries);
       product.scale = floats(count + biases + 1 + i, n_entries * k_entries);
       if (operands->x_scale == nullptr || product.scale == nullptr) return "a scale does not fit";
     }
@@ -129,7 +133,14 @@ std::string ReadWeights(const WeightsAttributes& a, const ffi::RemainingArgs& re
   const bool fits = DTypeOf(whole->element_type(), kAllFormats) == p->dtype &&
                     CountOf(*whole) == p->rows.Total() * p->k;
   operands->gathered = whole->untyped_data();
-  return fits ? "" : "the gathered x does not fit";
+  if (!fits) return "the gathered x does not fit";
+  if (a.scales == 0) return "";
+  auto scale = *results.get<ffi::AnyBuffer>(computed + 1);
+  if (FloatsOf(*scale, p->rows.Total() * KEntries(*p, operands->scales)) == nullptr) {
+    return "the gathered scale does not fit";
+  }
+  operands->gathered_scale = static_cast<float*>(scale->untyped_data());
+  return "";
 }
 
 // Whether the kernels can compute these weights by this choice. A gate needs tiles of two halves

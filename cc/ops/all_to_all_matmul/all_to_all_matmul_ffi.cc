@@ -18,8 +18,7 @@ bool PlanAllToAllMatmul(CallReader& reader, const Machine& machine, Fields* plan
   p.transpose_rhs = call.transpose_rhs;
   p.split_rows = reader.GetOr("split_rows", 0, 0, 1) == 1;
   p.concat_rows = reader.GetOr("concat_rows", 0, 0, 1) == 1;
-  const bool block_scales = reader.GetOr("block_scales", 0, 0, 1) == 1;
-  const Scales scales = block_scales ? Scales::kOfBlocks : Scales::kNone;
+  const auto scales = static_cast<Scales>(reader.GetOr("scales", 0, 0, 3));
   p.w_dtype = reader.Has("w_dtype") ? reader.GetFormat("w_dtype") : call.dtype;
   if (!reader.Check(why_not)) return false;
   if (machine.IsCpu()) {

@@ -108,7 +108,7 @@ __device__ __forceinline__ RowAt RowOf(const AllToAllMatmulArgs& args, int32_t r
 // while it copies to `gathered`, after the CTA's last send.
 
 template <typename Config>
-struct ShardSender {
+struct ShardSender : BoxesAlone {
   using Args = AllToAllMatmulArgs;
   using Buffers = SendBuffers<GemmSmem<Config>>;
 
@@ -245,8 +245,9 @@ struct AllToAllMatmulSm90 {
   }
 
   // With kBlockScales. Where there are several terms, each has whole blocks.
-  static __device__ BlockScales ScalesOf(const Args& args, const GemmSmem<Config>&,
-                                         int32_t row_block, int m64, Tile tile) {
+  static __device__ BlockScales ScalesOf(const Args& args, const CallContext&,
+                                         const GemmSmem<Config>&, int32_t row_block, int m64,
+                                         Tile tile) {
     const ScaledRows of_y = ScaledRowsOf(args, PlaceOf(args, row_block));
     BlockScales scales;
     scales.rows.Set(args.x_scale, of_y.rows, of_y.first + m64 * 64, args.scale_entries);

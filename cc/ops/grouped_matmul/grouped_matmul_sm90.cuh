@@ -325,8 +325,9 @@ struct GroupedMatmulScaledSm90 : GroupedMatmulSm90<Config_, GroupedMatmulScaledA
     __device__ int64_t Actual(int64_t row) const { return row; }
   };
   // With kBlockScales.
-  static __device__ ScalesOfTile<Config> ScalesOf(const Args& args, const GemmSmem<Config>&,
-                                                  int32_t row_block, int m64, Tile tile) {
+  static __device__ ScalesOfTile<Config> ScalesOf(const Args& args, const CallContext&,
+                                                  const GemmSmem<Config>&, int32_t row_block,
+                                                  int m64, Tile tile) {
     const int64_t k_blocks = CeilDiv(args.k, Config::kTileK);
     const int32_t n_blocks = CeilDiv(args.n, kScaleBlock), n0 = Base::FirstColumnOf(args, tile);
     const int64_t group = Base::GroupOf(args, tile) * n_blocks * k_blocks;

@@ -12,7 +12,7 @@ namespace {
 using MatmulArgs = AllGatherMatmulArgs;
 
 template <typename Config_>
-struct MatmulSm90 : AllGatherMatmulSm90<Config_> {
+struct MatmulSm90 : AllGatherMatmulSm90<Config_, /*kGathers=*/false> {
   struct Schedule : OrderedTiles<Rounds> {
     using OrderedTiles::OrderedTiles;
   };

@@ -8,7 +8,7 @@ namespace {
 bool PlanMatmulAllReduce(CallReader& reader, const Machine& machine, Fields* plan,
                          std::string* why_not) {
   const ProductCall call = ProductCall::Read(reader);
-  const bool block_scales = reader.GetOr("block_scales", 0, 0, 1) == 1;
+  const auto scales = static_cast<Scales>(reader.GetOr("scales", 0, 0, 3));
   const DType w_dtype = reader.Has("w_dtype") ? reader.GetFormat("w_dtype") : call.dtype;
   if (call.rows.outer != 1) reader.Refuse("`outer` is not 1");
   if (!reader.Check(why_not)) return false;
@@ -22,7 +22,7 @@ bool PlanMatmulAllReduce(CallReader& reader, const Machine& machine, Fields* pla
   const GemmChoice wanted =
       call.given.value_or(ChooseAllReduce(p.scatter.rows.world, p.scatter.rows.inner, call.n,
                                           call.k, call.dtype, machine, call.transpose_rhs));
-  const GemmChoice choice = Possible(p, wanted, block_scales ? Scales::kOfBlocks : Scales::kNone);
+  const GemmChoice choice = Possible(p, wanted, scales);
   *plan = ProductPlan{choice, AllReduceSenders(p, machine),
                       MatmulAllReduceWorkspace(p, choice).TotalBytes()}
               .AsFields();

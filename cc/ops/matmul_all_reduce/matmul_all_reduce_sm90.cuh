@@ -271,8 +271,8 @@ struct FewRowsSm90 {
   }
 
   // With kBlockScales.
-  static __device__ BlockScales ScalesOf(const Args& args, const GemmSmem<Config>&, int32_t,
-                                         int m64, Tile tile) {
+  static __device__ BlockScales ScalesOf(const Args& args, const CallContext&,
+                                         const GemmSmem<Config>&, int32_t, int m64, Tile tile) {
     const int64_t k_blocks = CeilDiv<int64_t>(args.k, Config::kTileK);
     BlockScales scales;
     scales.rows.Set(args.x_scale, Rows{1, 1, args.rows}, m64 * 64, k_blocks);

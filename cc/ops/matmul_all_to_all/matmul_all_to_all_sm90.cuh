@@ -145,8 +145,9 @@ struct MatmulAllToAllSm90 {
   }
 
   // With kBlockScales. A shard of columns has whole blocks.
-  static __device__ BlockScales ScalesOf(const Args& args, const GemmSmem<Config>&,
-                                         int32_t row_block, int m64, Tile tile) {
+  static __device__ BlockScales ScalesOf(const Args& args, const CallContext&,
+                                         const GemmSmem<Config>&, int32_t row_block, int m64,
+                                         Tile tile) {
     const ShardTile at = ShardTileOf(args, row_block, tile.n);
     const Place place = PlaceOf(args, at);
     const int64_t k_blocks = CeilDiv<int64_t>(args.k, Config::kTileK);

@@ -9,7 +9,7 @@ bool PlanMatmulReduceScatter(CallReader& reader, const Machine& machine, Fields*
                              std::string* why_not) {
   const ProductCall call = ProductCall::Read(reader);
   const int64_t first_k = reader.GetOr("first_k", call.k, 1, call.k);  // of the first term
-  const bool block_scales = reader.GetOr("block_scales", 0, 0, 1) == 1;
+  const auto scales = static_cast<Scales>(reader.GetOr("scales", 0, 0, 3));
   const DType w_dtype = reader.Has("w_dtype") ? reader.GetFormat("w_dtype") : call.dtype;
   if (!reader.Check(why_not)) return false;
   const MatmulReduceScatterParams p{call.rows,          call.k, call.n, call.dtype, call.out_dtype,
@@ -26,7 +26,7 @@ bool PlanMatmulReduceScatter(CallReader& reader, const Machine& machine, Fields*
       p.rows.world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs));
   // Each of the CTAs that share k has some of the first term's.
   GemmChoice choice = FitSplits(wanted, p.rows.Total(), first_k * SizeOf(p.dtype), kReduceSplits);
-  if (block_scales) choice = ForScales(choice, Scales::kOfBlocks);
+  choice = ForScales(choice, scales);
   *plan = ProductPlan{choice, ReduceScatterSenders(p, choice, machine),
                       CudaLayoutOf(p, choice).Workspace().TotalBytes()}
               .AsFields();

@@ -169,8 +169,9 @@ struct MatmulReduceScatterSm90 {
   }
 
   // With kBlockScales. Terms have whole k-blocks, or there is one.
-  static __device__ BlockScales ScalesOf(const Args& args, const GemmSmem<Config>&,
-                                         int32_t row_block, int m64, Tile tile) {
+  static __device__ BlockScales ScalesOf(const Args& args, const CallContext&,
+                                         const GemmSmem<Config>&, int32_t row_block, int m64,
+                                         Tile tile) {
     int64_t k_blocks = 0;
     for (int i = 0; i < args.terms; ++i) k_blocks += CeilDiv<int64_t>(args.k[i], Config::kTileK);
     BlockScales scales;

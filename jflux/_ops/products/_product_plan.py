@@ -78,7 +78,7 @@ class Sizes:
         options = {
             "first_k": self.first_k,
             "gated": self.gated,
-            "block_scales": self.scales.has_blocks,
+            "scales": self.scales,
             "quantizes": self.quantizes,
             "split_rows": self.split_rows,
             "concat_rows": self.concat_rows,

@@ -52,7 +52,8 @@ class Params:
 
     Attributes:
       results: which of ("y", "sums", "gathered") to return, in this order; never none. "y" is one
-        for each w, or one in all if they are gated; "sums" are what the activation is applied to.
+        for each w, or one in all if they are gated; "sums" are what the activation is applied to;
+        "gathered" is two, the values and the scale of rows, if x has a scale.
     """
 
     axis_names: tuple[Any, ...]
@@ -313,15 +314,12 @@ def all_gather_matmul(
     # Their gradients are summed over ranks that share them in this type.
     wide = _epilogue.sum_dtype(out)
     after = [jnp.asarray(b).astype(wide) for b in bias_of if b is not None]
-    of_rows = None
     if isinstance(x, Scaled):
         epilogue = epilogue or Epilogue((False,) * len(ws))
         scales = _scaled.scales_of(x, *ws, transpose_rhs=transpose_rhs, precision=precision)
         epilogue = dataclasses.replace(epilogue, scales=scales)
         of_columns = [_scaled.of_columns(one, transpose_rhs, scales) for one in ws]
-        names, own = meshes.as_tuple(axis_name), _scaled.of_rows(x, scales)
-        of_rows = exchange.bind("all_gather", own, names, world, None, dimension)
-        after += [of_rows, *of_columns]
+        after += [_scaled.of_rows(x, scales), *of_columns]
         x, ws = x.values, tuple(one.values for one in ws)
     params = Params(
         axis_names=meshes.as_tuple(axis_name),
@@ -341,11 +339,12 @@ def all_gather_matmul(
         alone = dataclasses.replace(params, epilogue=None, out_dtype=exact)
         ys, gathered = _with_empty_ones(x, ws, alone)
         if epilogue is not None:
+            after = _with_gathered_scale(after, params)
             ys, _ = _epilogue.apply(epilogue, ys, after, out)
+            if epilogue.scales and gathered is not None:
+                gathered = _with_scale(gathered, after, params)
     if epilogue is not None:
         ys = epilogue.as_scaled(ys)
-    if of_rows is not None and gathered is not None:
-        gathered = Scaled(gathered, of_rows)
     y = tuple(ys) if isinstance(w, tuple | list) and not gated else ys[0]
     return (y, gathered) if return_gathered else y
 
@@ -491,17 +490,19 @@ def _with_empty_ones(
 def _unpack(
     results: Sequence[Any], weights: int, params: Params
 ) -> tuple[list[Any], list[Any], Any]:
-    """(all y, all sums, gathered x or None) of the primitive's results."""
+    """(all y, all sums, gathered x or None) of the primitive's results. A gathered x that has a
+    scale is a `Scaled`."""
     count = weights if params.epilogue is None else params.epilogue.results
     rest = list(results)
     ys = [rest.pop(0) for _ in range(count)] if "y" in params.results else []
     sums = [rest.pop(0) for _ in range(weights)] if "sums" in params.results else []
-    return ys, sums, rest[0] if rest else None
+    return ys, sums, Scaled(*rest) if len(rest) > 1 else rest[0] if rest else None
 
 
 def _in_order(params: Params, ys: Sequence[Any], sums: Sequence[Any], gathered: Any) -> list[Any]:
     """The primitive's results of these: what `_split` takes apart."""
-    known = {"y": ys, "sums": sums, "gathered": [gathered]}
+    both = [gathered.values, gathered.scale] if isinstance(gathered, Scaled) else [gathered]
+    known = {"y": ys, "sums": sums, "gathered": both}
     return [result for name in params.results for result in known[name]]
 
 
@@ -515,7 +516,7 @@ def _forward(operands: Sequence[Any], params: Params) -> Any:
         params, results=tuple(name for name in ("y", "sums", "gathered") if name in names)
     )
     ys, sums, gathered = _unpack(_primitive.bind(*operands, params=every), len(ws), every)
-    gathered = checkpoint_name(gathered, GATHERED)
+    gathered = jax.tree.map(lambda a: checkpoint_name(a, GATHERED), gathered)
     if _is_activated(params):
         sums = [checkpoint_name(one, PREACTIVATION) for one in sums]
     name = ACTIVATED if _is_activated(params) else _product.PRODUCT
@@ -524,7 +525,7 @@ def _forward(operands: Sequence[Any], params: Params) -> Any:
 
 
 def _tangents(kept: Any, tangents: Sequence[Any], params: Params) -> list[Any]:
-    gathered, ws, sums = kept
+    gathered, ws, sums = kept  # of an x with a scale, biases alone have tangents
     dx, *others = tangents
     dws, dbiases = _weights(others, params)
     products, dgathered = [None] * len(ws), None
@@ -539,14 +540,15 @@ def _tangents(kept: Any, tangents: Sequence[Any], params: Params) -> list[Any]:
         for product, dw in zip(products, dws, strict=True)
     ]
     if "gathered" in params.results and dgathered is None:
-        dgathered = _product.zeros(gathered.shape, gathered.dtype, gathered)
+        dgathered = jax.tree.map(lambda a: _product.zeros(a.shape, a.dtype, a), gathered)
+    like = gathered.values if isinstance(gathered, Scaled) else gathered
     rest = iter(dbiases)
     shapes = [(*gathered.shape[:-1], _product.columns(w, params.transpose_rhs)) for w in ws]
     dsums = []
     for i, product in enumerate(products):
         dbias = next(rest) if params.epilogue and params.epilogue.biased[i] else None
         if product is None:
-            product = _product.zeros(shapes[i], params.out_dtype, gathered)
+            product = _product.zeros(shapes[i], params.out_dtype, like)
         dsums.append(_epilogue.add(product, [] if dbias is None else [dbias]))
     dys = dsums
     if sums and "y" in params.results:
@@ -662,24 +664,55 @@ def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
         ((*shape[:-1], _product.columns(w, params.transpose_rhs)), params.out_dtype) for w in ws
     ]
     ys = sums if params.epilogue is None else params.epilogue.shapes(sums)
-    return _in_order(params, ys, sums, (tuple(shape), x.dtype))
+    gathered: Any = (tuple(shape), x.dtype)
+    if params.scales:
+        _, after = _weights(operands, params)
+        entries = _of_rows(after, params).shape[-1]
+        scale: Any = ((*shape[:-1], entries), np.dtype(np.float32))
+        gathered = Scaled(gathered, scale)
+    return _in_order(params, ys, sums, gathered)
 
 
 def _gather(x: Any, params: Params) -> Any:
     return _communication(x.ndim, params.gather_dimension).lax(x, params.axis_names)
 
 
+def _gather_by_op(x: Any, params: Params) -> Any:
+    """The same by the collective's own op, which has a plan of its own."""
+    names, dimension = params.axis_names, params.gather_dimension
+    return exchange.bind("all_gather", x, names, params.world, None, dimension)
+
+
+def _of_rows(after: Sequence[Any], params: Params) -> Any:
+    """The scale of rows among the operands of an epilogue that has one."""
+    assert params.epilogue is not None
+    return params.epilogue.split(after)[1]
+
+
+def _with_gathered_scale(
+    after: Sequence[Any], params: Params, gather: Any = _gather_by_op
+) -> list[Any]:
+    """The operands of an epilogue, with the scale of all ranks' rows in place of this rank's."""
+    if params.epilogue is None or not params.scales:
+        return list(after)
+    biases, own, of_columns = params.epilogue.split(after)
+    return [*biases, gather(own, params), *of_columns]
+
+
+def _with_scale(gathered: Any, after: Sequence[Any], params: Params) -> Any:
+    """The gathered x, with the gathered scale if there is one."""
+    return Scaled(gathered, _of_rows(after, params)) if params.scales else gathered
+
+
 def _reference(arrays: Arrays, params: Params) -> list[Any]:
     x, *operands = arrays
-    return _of_gathered(_gather(x, params), *operands, params=params)
+    return _of_gathered(x, *operands, params=params, gather=_gather)
 
 
 def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
-    """A gather, which has a plan of its own, and products."""
+    """A gather and products."""
     x, *operands = arrays
-    names, world = params.axis_names, params.world
-    gathered = exchange.bind("all_gather", x, names, world, None, params.gather_dimension)
-    return _of_gathered(gathered, *operands, params=params)
+    return _of_gathered(x, *operands, params=params, gather=_gather_by_op)
 
 
 def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Step:
@@ -719,14 +752,15 @@ def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     )
 
 
-def _of_gathered(gathered: Any, *operands: Any, params: Params) -> list[Any]:
-    if params.results == ("gathered",):
-        return [gathered]
+def _of_gathered(x: Any, *operands: Any, params: Params, gather: Any) -> list[Any]:
     ws, after = _weights(operands, params)
+    x, after = gather(x, params), _with_gathered_scale(after, params, gather)
+    gathered = _with_scale(x, after, params)
+    if params.results == ("gathered",):
+        return _in_order(params, [], [], gathered)
     ys, sums = _epilogue.of_products(
-        gathered, ws, after, params.epilogue, params.out_dtype, params.precision,
-        params.transpose_rhs,
-    )  # fmt: skip
+        x, ws, after, params.epilogue, params.out_dtype, params.precision, params.transpose_rhs
+    )
     return _in_order(params, ys, sums, gathered)
 
 
@@ -820,7 +854,8 @@ def _with_epilogue_after(
     )
     results = _primitive.bind(x, *ws, params=without)
     products, gathered = (results[:-1], results[-1]) if gathers else (results, None)
-    return _finished(products, after, gathered, params)
+    after = _with_gathered_scale(after, params)
+    return _finished(products, after, _with_scale(gathered, after, params), params)
 
 
 def _quantized_after(x: Any, *operands: Any, params: Params, prepared: str) -> list[Any]:
@@ -895,7 +930,11 @@ def _canonical_epilogue(arrays: Arrays, params: Params, machine: Machine) -> Any
                 of_rows, of_columns = _scaled.repeated(of_rows, of_columns, x.shape[-1])
             epilogue = dataclasses.replace(own, scales=kind)
             changed = dataclasses.replace(params, epilogue=epilogue)
-            return _primitive.bind(x, *ws, *biases, of_rows, *of_columns, params=changed)
+            results = _primitive.bind(x, *ws, *biases, of_rows, *of_columns, params=changed)
+            if "gathered" in params.results:
+                *results, scale = results
+                results.append(scale[..., :1])
+            return results
 
         return as_kernels
     if not machine.on_gpus or len(ws) > _product.MAX_WEIGHTS:
@@ -1002,7 +1041,7 @@ def _drop_unused(used: Sequence[bool], *rest: Any) -> Any:
     weights = len(_weights(inputs[1:], params)[0])
     ys, sums, gathered = _unpack(used, weights, params)
     # All products or none, all sums or none, and the gathered x or not.
-    live = {"y": any(ys), "sums": any(sums), "gathered": gathered}
+    live = {"y": any(ys), "sums": any(sums), "gathered": any(jax.tree.leaves(gathered))}
     smaller = dataclasses.replace(
         params, results=tuple(name for name in params.results if live[name])
     )

@@ -31,6 +31,7 @@ struct Case {
   // Of operands of 8 bits.
   Scales scales = Scales::kNone;
   bool float32 = false;                     // results
+  bool same_x = false;                      // calls differ in scales alone
   Quantizing quantize = Quantizing::kNone;  // of float32, in calls of their own
 
   int64_t KBlocks() const {
@@ -47,19 +48,20 @@ struct Call {
   std::vector<Array<W>> w;
   std::vector<Array<T>> x, gathered;
   std::vector<Array<R>> y;
-  std::vector<Array<float>> w_scale;
+  std::vector<Array<float>> x_scale, w_scale, gathered_scale;
   std::vector<simt::QuantizedArray> quantized;  // y
-  Array<float> x_scale;  // of all rows, as y has them, and of each block of k
 
-  Call(const Case& c, std::mt19937& random)
-      : x_scale(RandomArray<float>(random,
-                                   c.scales != Scales::kNone ? c.rows.Total() * c.KBlocks() : 0)) {
+  Call(const Case& c, std::mt19937& random) {
+    std::mt19937 same(1);
     for (int rank = 0; rank < c.rows.world; ++rank) {
-      x.push_back(RandomArray<T>(random, c.rows.PerRank() * c.k));
-      w.push_back(RandomArray<W>(random, c.k * c.n));
+      x.push_back(RandomArray<T>(c.same_x ? same : random, c.rows.PerRank() * c.k));
+      w.push_back(RandomArray<W>(c.same_x ? same : random, c.k * c.n));
       y.emplace_back(c.rows.Total() * c.n);
       quantized.emplace_back(c.rows.Total(), c.n);
       gathered.emplace_back(c.rows.Total() * c.k);
+      const int64_t entries = c.scales != Scales::kNone ? c.rows.PerRank() * c.KBlocks() : 0;
+      x_scale.push_back(RandomArray<float>(random, entries));
+      gathered_scale.emplace_back(c.rows.world * entries);
       const int64_t columns = CeilDiv<int64_t>(c.n, c.ColumnBlock()) * c.KBlocks();
       w_scale.push_back(RandomArray<float>(random, c.scales != Scales::kNone ? columns : 0));
     }
@@ -70,12 +72,15 @@ struct Call {
     const auto x_at = [&](int64_t v, int64_t l) {
       return x[c.rows.OwnerOf(v)][v % c.rows.PerRank() * c.k + l];
     };
+    const int64_t blocks = c.KBlocks(), size = blocks == 1 ? c.k : kScaleBlock;
+    const auto scale_at = [&](int64_t v, int64_t kb) {
+      return x_scale[c.rows.OwnerOf(v)][v % c.rows.PerRank() * blocks + kb];
+    };
     std::vector<int64_t> virtual_row(c.rows.Total());
     for (int64_t v = 0; v < c.rows.Total(); ++v) virtual_row[c.rows.Actual(v)] = v;
     int64_t wrong = simt::CountWrong(y[rank], [&](int64_t i) {
       const int64_t v = virtual_row[i / c.n], column = i % c.n;
       simt::Sum total;
-      const int64_t blocks = c.KBlocks(), size = blocks == 1 ? c.k : kScaleBlock;
       for (int64_t kb = 0; kb < blocks; ++kb) {
         simt::Sum sum;
         for (int64_t l = kb * size; l < Min(c.k, (kb + 1) * size); ++l) {
@@ -84,8 +89,8 @@ struct Call {
           kIsWhole ? sum.AddWhole(term) : sum.Add(term);
         }
         if (c.scales != Scales::kNone) {
-          sum = sum * simt::Sum(x_scale[i / c.n * blocks + kb] *
-                                w_scale[rank][column / c.ColumnBlock() * blocks + kb]);
+          sum = sum *
+                simt::Sum(scale_at(v, kb) * w_scale[rank][column / c.ColumnBlock() * blocks + kb]);
         }
         total.value += sum.value;
         total.size += sum.size;
@@ -99,22 +104,25 @@ struct Call {
       wrong += simt::CountWrong(gathered[rank], [&](int64_t i) {
         return simt::Sum(x_at(virtual_row[i / c.k], i % c.k));
       });
+      wrong += simt::CountWrong(gathered_scale[rank], [&](int64_t i) {
+        return simt::Sum(scale_at(virtual_row[i / blocks], i % blocks));
+      });
     }
     return wrong;
   }
 };
 
 // Runs three calls, each of them twice if it quantises, and returns how many elements of all ranks'
-// results are wrong.
+// results are wrong, from call `first` on.
 template <typename T, typename R>
-int64_t RunOf(const Case& c, uint32_t seed) {
+int64_t RunOf(const Case& c, uint32_t seed, size_t first = 0) {
   constexpr int kCalls = 3;
   std::mt19937 random(seed);
   AllGatherMatmulParams p{};
   p.rows = c.rows, p.k = c.k, p.n = c.n, p.dtype = simt::kDTypeOf<T>;
   p.out_dtype = simt::kDTypeOf<R>, p.w_dtype = simt::kDTypeOf<typename Call<T, R>::W>;
   p.transpose_rhs = c.transpose_rhs, p.return_gathered = c.return_gathered;
-  const WorkspaceLayout workspace = CudaLayoutOf(p).Workspace();
+  const WorkspaceLayout workspace = CudaWorkspaceOf(p, c.scales);
   simt::DeviceHeap heap(c.rows.world, workspace, c.hooks);
   std::vector<Call<T, R>> calls;
   for (int i = 0; i < kCalls; ++i) calls.emplace_back(c, random);
@@ -129,7 +137,8 @@ int64_t RunOf(const Case& c, uint32_t seed) {
                                 nullptr};
         operands.scales = c.scales;
         if (c.scales != Scales::kNone) {
-          operands.x_scale = calls[i].x_scale.get();
+          operands.x_scale = calls[i].x_scale[rank].get();
+          operands.gathered_scale = calls[i].gathered_scale[rank].get();
           operands.products[0].scale = calls[i].w_scale[rank].get();
         }
         if (number % times == 1) {
@@ -149,7 +158,7 @@ int64_t RunOf(const Case& c, uint32_t seed) {
   if (!ran) return -1;
   int64_t wrong = 0;
   for (int rank = 0; rank < c.rows.world; ++rank) {
-    for (const Call<T, R>& call : calls) wrong += call.Wrong(c, rank);
+    for (size_t i = first; i < calls.size(); ++i) wrong += calls[i].Wrong(c, rank);
   }
   return wrong;
 }
@@ -187,7 +196,9 @@ const Case kScaledCases[] = {
     {{2, 1, 100}, 144, 400, true, true, {192, 1, 1}, {}, kOfBlocks},
     {{3, 2, 70}, 272, 272, true, false, {128, 1, 2}, {0, 100}, kOfBlocks, /*float32=*/true},
     {{3, 1, 90}, 400, 656, true, false, {160, 2, 1}, {0, 100}, kOfBlocks},
-    {{2, 1, 24}, 528, 144, true, false, {128, 1, 1, 2}, {0, 100}, kOfBlocks},
+    {{2, 1, 24}, 528, 144, true, true, {128, 1, 1, 2}, {0, 100}, kOfBlocks},
+    {{3, 2, 22}, 656, 144, true, true, {128, 1, 2}, {0, 100}, kOfBlocks},  // two boxes a k-panel
+    {{2, 2, 90}, 272, 144, true, true, {192, 1, 1}, {0, 100}, kOfSums},
 };
 
 TEST(MultipliesAndScalesEightBits) {
@@ -228,6 +239,23 @@ TEST(MultipliesWholeNumbers) {
 TEST(MissingWaitsAreFound) {
   simt::SetSmCount(kSms);
   simt::ExpectWrongWithoutWaits(kCases[0], Run);
+}
+
+// Where nothing but scales changes, the third call finds the first one's, unless it waits for its
+// own.
+TEST(StaleScalesAreFound) {
+  simt::SetSmCount(kSms);
+  for (Case c : {kScaledCases[1], kScaledCases[7]}) {
+    c.same_x = true, c.float32 = false;
+    const auto wrong = [&](uint32_t seed) {
+      return RunOf<__nv_fp8_e4m3, __nv_bfloat16>(c, seed, /*first=*/2);
+    };
+    EXPECT_EQ(wrong(1), 0);
+    c.hooks.skip_waits = 1;
+    int64_t found = 0;  // in some schedule a peer is late
+    for (uint32_t seed = 3; seed <= 5; ++seed) found += wrong(seed);
+    EXPECT(found > 0);
+  }
 }
 
 // A peer that never calls: the run fails, and says who waits.
