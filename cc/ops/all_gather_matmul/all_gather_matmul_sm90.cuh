@@ -121,8 +121,7 @@ struct AllGatherMatmulSm90 {
   };
 
   // Those of an m64 block that begins at virtual row `row0`: this rank's, or in the workspace.
-  static __device__ ArrivingRowScales RowScalesOf(const Args& args, const CallContext& call,
-                                                  int64_t row0) {
+  static __device__ ArrivingRowScales RowScalesOf(const Args& args, uint32_t epoch, int64_t row0) {
     const auto row_block = static_cast<int32_t>(row0 / Config::kTileM);
     const int thread = threadIdx.x % 128;
     const Span s = SpanOf(args, row_block);
@@ -137,7 +136,7 @@ struct AllGatherMatmulSm90 {
       scales.to_high = to_high * entries;
       scales.stride = 1;
     } else {
-      scales.low = KPanelScales(args, call, args.view.rank, row_block, 0) + (low - s.first);
+      scales.low = KPanelScales(args, epoch, args.view.rank, row_block, 0) + (low - s.first);
       scales.to_high = to_high;
       scales.stride = args.layout.k_panel_rows;
     }
@@ -149,12 +148,13 @@ struct AllGatherMatmulSm90 {
                                   Tile tile) {
     const Columns columns = ColumnsOf(args, Tile{0, tile.n});
     const int64_t k_blocks = CeilDiv<int64_t>(args.k, Config::kTileK), n = args.n[columns.weight];
-    const int64_t row0 = static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64;
     std::conditional_t<kGathers, BlockScalesOf<ArrivingRowScales>, ScalesOfTile<Config>> scales;
     if constexpr (kGathers) {
-      scales.rows = RowScalesOf(args, call, row0);
+      scales.rows = RowScalesOf(args, call.epoch,
+                                static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64);
     } else {
-      scales.rows.Set(args.x_scale, args.rows, row0, k_blocks);
+      scales.rows.Set(args.x_scale, args.rows,
+                      static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64, k_blocks);
     }
     if constexpr (Config::kScales == Scales::kOfVectors) {
       scales.SetColumns(smem, m64, args.w_scale[columns.weight], columns.n0, n);
@@ -214,7 +214,7 @@ struct AllGatherMatmulSm90 {
       for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
         const int m64 = staging.M64At(i);
         if (!HasRows(args, row_block, m64)) continue;
-        FinishM64(args, call, staging, acc[i],
+        FinishM64(args, Config::kScaled ? call.epoch : 0, staging, acc[i],
                   static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64, tile);
       }
     }
@@ -234,26 +234,24 @@ struct AllGatherMatmulSm90 {
     template <int kColumns, int kFirst = 0>
     struct ScaleArrived {
       const Args& args;
-      const CallContext& call;
+      uint32_t epoch;
       int64_t row0;
       const float* const& columns;
       template <typename Block>
       __device__ __forceinline__ void operator()(const Block& block) const {
-        if constexpr (Config::kScaled) {
-          if (columns == nullptr) return;
-          ArrivingRowScales rows = RowScalesOf(args, call, row0);
-          rows.counter = block.staging.smem.KBlocksArrived();
-          rows.Acquire();
-          const RowScales::Entry entry = rows.At(0);
-          ScaleM64s<kColumns, kFirst>(&block.acc, {entry.low}, {entry.high}, columns,
-                                      block.place.n0, block.place.Columns());
-        }
+        if (columns == nullptr) return;
+        ArrivingRowScales rows = RowScalesOf(args, epoch, row0);
+        rows.counter = block.staging.smem.KBlocksArrived();
+        rows.Acquire();
+        const RowScales::Entry entry = rows.At(0);
+        ScaleM64s<kColumns, kFirst>(&block.acc, {entry.low}, {entry.high}, columns, block.place.n0,
+                                    block.place.Columns());
       }
     };
     template <int kColumns, int kFirst = 0>
-    static __device__ auto Scale(const Args& args, const CallContext& call, int64_t row0, int w) {
-      if constexpr (kGathers) {
-        return ScaleArrived<kColumns, kFirst>{args, call, row0, args.w_scale[w]};
+    static __device__ auto Scale(const Args& args, uint32_t epoch, int64_t row0, int w) {
+      if constexpr (kGathers && Config::kScaled) {
+        return ScaleArrived<kColumns, kFirst>{args, epoch, row0, args.w_scale[w]};
       } else {
         return step::Scale<kColumns, kFirst>{args.x_scale, args.w_scale[w]};
       }
@@ -261,7 +259,7 @@ struct AllGatherMatmulSm90 {
 
     // Finishes the m64 block that starts at virtual row `row0`: the sums saved for the gradient,
     // then y. Store writes them out in the same order.
-    static __device__ void FinishM64(const Args& args, const CallContext& call,
+    static __device__ void FinishM64(const Args& args, uint32_t epoch,
                                      StagingWriter<Config>& staging,
                                      float (&acc)[Config::kSliceAccumulators], int64_t row0,
                                      Tile tile) {
@@ -271,8 +269,9 @@ struct AllGatherMatmulSm90 {
       if constexpr (Config::kTwoWeights) {
         if (args.gated) {
           constexpr int kHalf = Config::kTileN / 2;
-          Apply(block, Scale<kHalf>(args, call, row0, 0), Scale<kHalf, kHalf>(args, call, row0, 1),
-                step::Bias<kHalf>{args.bias[0]}, step::Bias<kHalf, kHalf>{args.bias[1]},
+          Apply(block, Scale<kHalf>(args, epoch, row0, 0),
+                Scale<kHalf, kHalf>(args, epoch, row0, 1), step::Bias<kHalf>{args.bias[0]},
+                step::Bias<kHalf, kHalf>{args.bias[1]},
                 step::SaveHalves<kHalf>{args.sums_data[0], args.sums_data[1]},
                 step::Activate<kHalf>{args.activation}, step::Gate<kHalf>{},
                 step::WriteResults<kHalf>{args.y_data[0], args.y_scale[0], args.power_of_two});
@@ -282,7 +281,7 @@ struct AllGatherMatmulSm90 {
       // Save and Write share no code: a loop over both would halve it, and spill 2 KB of registers.
       constexpr int kN = Config::kSliceN;
       const int i = columns.weight;
-      Apply(block, Scale<kN>(args, call, row0, i), step::Bias<kN>{args.bias[i]},
+      Apply(block, Scale<kN>(args, epoch, row0, i), step::Bias<kN>{args.bias[i]},
             step::Save<kN>{args.sums_data[i]}, step::Activate<kN>{args.activation},
             step::WriteResults<kN>{args.y_data[i], args.y_scale[i], args.power_of_two});
     }

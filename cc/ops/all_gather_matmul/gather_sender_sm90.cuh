@@ -87,11 +87,10 @@ __device__ __forceinline__ char* KPanelRow(const AllGatherMatmulArgs& args, cons
                                 (args.layout.RowOf(row_block, k_panel) + row) * kBlockBytes);
 }
 // The scales of a k-panel's rows, there.
-__device__ __forceinline__ float* KPanelScales(const AllGatherMatmulArgs& args,
-                                               const CallContext& call, int rank, int32_t row_block,
-                                               int32_t k_panel) {
+__device__ __forceinline__ float* KPanelScales(const AllGatherMatmulArgs& args, uint32_t epoch,
+                                               int rank, int32_t row_block, int32_t k_panel) {
   return args.view.At<float>(
-      rank, args.workspace.DataOffset(call.epoch) + args.layout.ScaleOffset(row_block, k_panel));
+      rank, args.workspace.DataOffset(epoch) + args.layout.ScaleOffset(row_block, k_panel));
 }
 // Entries of x's scale for each row.
 template <typename Config>
@@ -113,7 +112,11 @@ struct GatherSender {
                   Config::kSendBoxBytes == KPanelLayout::kBoxRows * kBlockBytes);
     Buffers buffers{smem};
     if (MaySend(args)) SendChunks<GatherSender>(args, call, buffers);
-    if (args.gathered != nullptr) CopyChunks(args, call, buffers);
+    if constexpr (Config::kNarrow) {
+      if (args.gathered != nullptr) CopyWithScales(args, call, buffers);
+    } else {
+      if (args.gathered != nullptr) CopyChunks(args, call, buffers);
+    }
   }
 
   // A chunk of a rank's rows of a row block. An empty range means nothing to do.
@@ -171,7 +174,7 @@ struct GatherSender {
   static __device__ void StoreBeside(const Args& args, const CallContext& call, const Chunk& c,
                                      const Beside& beside) {
     ForScales(args, c, [&](int i, const typename Layout::Box& box, int32_t row) {
-      KPanelScales(args, call, c.peer, c.row_block, box.k_panel)[c.range.begin + row] =
+      KPanelScales(args, call.epoch, c.peer, c.row_block, box.k_panel)[c.range.begin + row] =
           beside.scales[i];
     });
   }
@@ -198,7 +201,6 @@ struct GatherSender {
 
   static __device__ void CopyChunks(const Args& args, const CallContext& call, Buffers& buffers) {
     const int chunks_per_rank = args.layout.rank_row_blocks * args.layout.Chunks();
-    if constexpr (Config::kNarrow) return CopyWithScales(args, call, buffers, chunks_per_rank);
     if (!ptx::ElectOne()) return;
     for (int i = TakeCopy(args); i < args.view.world * chunks_per_rank; i = TakeCopy(args)) {
       CopyGathered(args, call, buffers, i / chunks_per_rank, i % chunks_per_rank);
@@ -206,21 +208,24 @@ struct GatherSender {
     ptx::BulkWait<0>();
   }
   // The same with scales, which all lanes copy.
-  static __device__ void CopyWithScales(const Args& args, const CallContext& call, Buffers& buffers,
-                                        int chunks_per_rank) {
+  static __device__ void CopyWithScales(const Args& args, const CallContext& call,
+                                        Buffers& buffers) {
+    const int chunks_per_rank = args.layout.rank_row_blocks * args.layout.Chunks();
     for (;;) {
       const int i = __shfl_sync(0xffffffff, threadIdx.x % 32 == 0 ? TakeCopy(args) : 0, 0);
       if (i >= args.view.world * chunks_per_rank) break;
       const int step = i / chunks_per_rank;
       if (ptx::ElectOne()) CopyGathered(args, call, buffers, step, i % chunks_per_rank);
       __syncwarp();  // the chunk has arrived
-      const Chunk c = CopiedChunk(args, step, i % chunks_per_rank);
-      const int src = SourceOf(args, step);
+      int src;
+      Chunk c;
+      if (!FindCopied(args, step, i % chunks_per_rank, &src, &c)) continue;
       ForScales(args, c, [&](int, const typename Layout::Box& box, int32_t row) {
         const float scale =
-            step == 0 ? *LocalScale(args, c, box, row)
-                      : __ldcg(KPanelScales(args, call, args.view.rank, c.row_block, box.k_panel) +
-                               c.range.begin + row);
+            step == 0
+                ? *LocalScale(args, c, box, row)
+                : __ldcg(KPanelScales(args, call.epoch, args.view.rank, c.row_block, box.k_panel) +
+                         c.range.begin + row);
         const int64_t to = args.rows.Actual(src * args.rows.PerRank() + c.row + row);
         args.gathered_scale[to * ScaleEntries<Config>(args) + box.k_panel] = scale;
       });
@@ -237,21 +242,21 @@ struct GatherSender {
   }
 
   // Copies start with the local chunks and continue in the order in which the peers' chunks arrive.
-  static __device__ int SourceOf(const Args& args, int step) {
-    return (args.view.rank + step) % args.view.world;
-  }
-  // `i` numbers the chunks of a rank. An empty range: it has fewer.
-  static __device__ Chunk CopiedChunk(const Args& args, int step, int i) {
-    const int src = SourceOf(args, step), chunks = args.layout.Chunks();
-    if (i / chunks >= args.layout.RowBlocksOf(src)) return Chunk{};
-    return ChunkOf(args, src, args.view.rank, args.layout.FirstRowBlock(src) + i / chunks,
-                   i % chunks);
+  // `i` numbers the chunks of a rank. False: it has fewer.
+  static __device__ __forceinline__ bool FindCopied(const Args& args, int step, int i, int* src,
+                                                    Chunk* c) {
+    *src = (args.view.rank + step) % args.view.world;
+    const int chunks = args.layout.Chunks();
+    if (i / chunks >= args.layout.RowBlocksOf(*src)) return false;
+    *c = ChunkOf(args, *src, args.view.rank, args.layout.FirstRowBlock(*src) + i / chunks,
+                 i % chunks);
+    return true;
   }
   static __device__ void CopyGathered(const Args& args, const CallContext& call, Buffers& buffers,
                                       int step, int i) {
-    const int src = SourceOf(args, step);
-    const Chunk c = CopiedChunk(args, step, i);
-    if (c.range.end == 0) return;
+    int src;
+    Chunk c;
+    if (!FindCopied(args, step, i, &src, &c)) return;
     const bool is_local = src == args.view.rank;
     if (!is_local) {
       AwaitPeer(call, ChunkSignal(args, call, args.view.rank, src, c.row_block, c.chunk), src,
