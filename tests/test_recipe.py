@@ -109,8 +109,8 @@ def products(recipe, op, xs, ws, dys):
 
 def wanted(recipe, op, world, x, w, dy):
     """y, dx and dw of global arrays."""
-    if op == "matmul":
-        return [one for (one,) in products(recipe, op, [x], [w], [dy])]
+    if op == "matmul" or world == 1:
+        return [one for (one,) in products(recipe, "matmul", [x], [w], [dy])]
     layout = all_ops()[op].layout(2, **OPS[op])
     at = layout.rows["x"], layout.others["w"], layout.rows["y"]
 
@@ -371,9 +371,11 @@ def test_mistakes_are_told():
     with pytest.raises(ValueError, match="must have 1 or -1 rows"):
         dataclasses.replace(recipe, x=recipe.w)
     exchange = call("matmul_all_to_all", recipe=recipe)
-    told(ValueError, "whole blocks of 128", exchange, x, w[:, : 64 * WORLD])
+    if WORLD > 1:
+        told(ValueError, "whole blocks of 128", exchange, x, w[:, : 64 * WORLD])
 
 
+@pytest.mark.skipif(WORLD == 1, reason="one rank sends nothing")
 def test_explain_shows_the_products():
     x, w = normal(0, 8 * WORLD, K), normal(1, K, N)
 
@@ -405,7 +407,7 @@ def test_several_terms(recipe):
         run(jax.jit(jax.value_and_grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), (0, 1))), xs, ws)
         for f in (together, apart)
     )
-    near(got, want, step=2.0**-6)
+    near(got, want, step=OF_TENSOR_CORES * 16 or 2.0**-6)
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "all_to_all_matmul"])
@@ -468,6 +470,7 @@ def test_gpus_take_all_products(lowered_without_gpus, monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.skipif(WORLD < 2, reason="two axes")
 def test_shard_map_knows_what_varies():
     """Over two axes: gradients of weights that data-parallel groups share are summed."""
     mesh = make_mesh((2, WORLD // 2), ("data", "tp"))

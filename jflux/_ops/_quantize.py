@@ -252,6 +252,8 @@ def _rounded(ratio: jax.Array, dtype: np.dtype) -> jax.Array:
 
 def in_lax(arrays: Arrays, params: Params) -> list[jax.Array]:
     x, *given = arrays
+    # XLA may leave out the cast that made it.
+    x = lax.optimization_barrier(x)
     scale = given[0] if given else None
     if params.again:
         x, scale = Scaled(x, given[0]).dequantize(), None
