@@ -235,10 +235,6 @@ def test_gpus_take_the_kernels(lowered_without_gpus, monkeypatch):
             assert f"scales = {number}" in line and "transpose_rhs = true" in line
             assert f"tile = dense<[{attributes[0]}, {attributes[1]}]>" in line
             assert f"tensor<4x144x272x{types[0]}>" in line and f"tensor<100x144x{types[1]}>" in line
-    with jflux.config(unchecked_kernels=False):
-        (found, *_), text = lowered_without_gpus(call, x, w.T, s)
-    assert "unchecked_kernels=True" in found.plan.reason and found.plan.path == "decomposed"
-    assert "jflux_grouped_matmul_scaled" not in text and "@jflux_grouped_matmul(" in text
     for why, (x, w) in {
         "only for 128 columns each": drawn("vector"),
         "of 8-bit floats, x is int8": drawn("block", dtypes=PAIRS[2]),

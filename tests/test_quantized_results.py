@@ -183,9 +183,8 @@ def test_errors():
         jax.grad(loss)(BIASES[0])
 
 
-@pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize("op", ["matmul", "all_gather_matmul"])
-def test_gpus_quantize(op, checked, monkeypatch, lowered_without_gpus):
+def test_gpus_quantize(op, monkeypatch, lowered_without_gpus):
     monkeypatch.setattr(_native, "lib", Library(_native.lib))
     monkeypatch.setattr(gpu_code, "arch_here", lambda: gpu_code.HOPPER)
     x, ws = operands("row", 2)
@@ -199,17 +198,10 @@ def test_gpus_quantize(op, checked, monkeypatch, lowered_without_gpus):
     columns = jflux.Scaled(P(None, "tp"), P(None, "tp"))
     f = jax.shard_map(local, mesh=make_mesh((2,)), in_specs=(P("tp"), columns, columns),
                       out_specs=P("tp"), check_vma=False)  # fmt: skip
-    with jflux.config(unchecked_kernels=checked):
-        calls, text = lowered_without_gpus(f, x, *ws)
+    calls, text = lowered_without_gpus(f, x, *ws)
     (line,) = (one for one in text.splitlines() if f"@jflux_{op}(" in one)
-    assert f"quantize = {2 if checked else 0} " in line
+    assert "quantize = 2 " in line
     results = line.split("->")[-1]
-    assert ("f8E4M3FN" in results) == checked
     ops = [call.op for call in calls if call.op != "all_gather"]
-    if checked:
-        assert ops == [op] and "x3xf32" in results
-        assert op == "matmul" or calls[-1].plan.config["tile_n"] == 256
-    else:
-        assert ops[-1] == "quantize"
-        (reason,) = (c.plan.reason for c in calls if "quantised after" in c.plan.reason)
-        assert "has not passed all checks" in reason
+    assert ops == [op] and "f8E4M3FN" in results and "x3xf32" in results
+    assert op == "matmul" or calls[-1].plan.config["tile_n"] == 256

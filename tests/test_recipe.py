@@ -494,7 +494,7 @@ def test_shard_map_knows_what_varies():
 
 # ---- Delayed scaling -----------------------------------------------------------------------------
 
-each_way = pytest.mark.parametrize("way", ["global", "shard_map", "unchecked"])
+each_way = pytest.mark.parametrize("way", ["global", "shard_map", "check_vma=False"])
 
 
 @each_way

@@ -742,28 +742,6 @@ def test_kinds_of_scales():
     assert "e4m3" in _scaled.why_no_kernel(x, wide, transpose_rhs=False)
 
 
-def test_unchecked_kernels_are_asked_for(lowered_without_gpus):
-    def local(x, w):
-        return jflux.all_gather_matmul(x, w, axis_name="tp")
-
-    f = jax.shard_map(local, mesh=make_mesh((2,)), in_specs=(P("tp"), P(None, "tp")),
-                      out_specs=P(None, "tp"))  # fmt: skip
-    x, w = quantized(0, (4096, 512), (1, 128)), quantized(1, (512, 1024), (128, 128))
-    with jflux.config(unchecked_kernels=False, strict=False):
-        calls, text = lowered_without_gpus(f, x, w)
-    # jflux's all-gather of the values, and of the scale, and XLA's products of blocks.
-    assert [call.op for call in calls] == ["all_gather_matmul", "all_gather", "all_gather"]
-    assert "has not passed all checks" in calls[0].plan.reason
-    assert "@jflux_all_gather_matmul" not in text
-    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
-    assert products
-    for product in products:
-        assert product.count("f8E4M3FN") == 2 and product.endswith("tensor<4096x512xf32>")
-    with jflux.config(unchecked_kernels=False):
-        x, w = quantized(0, (4096, 512), (1, -1)), quantized(1, (512, 1024), (-1, 1))
-        assert "@jflux_all_gather_matmul" in lowered_without_gpus(f, x, w)[1]
-
-
 @pytest.mark.parametrize(
     ("of_x", "of_w", "precision", "entries"),
     [

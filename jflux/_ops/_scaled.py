@@ -16,8 +16,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from .._call import plans
-
 #: `lax`'s own, whatever stands in its place later (`_lax`).
 dot_general = lax.dot_general
 
@@ -251,20 +249,6 @@ class Scales(enum.IntEnum):
     def in_kernels(self) -> Scales:
         """What they are to a kernel."""
         return Scales.OF_BLOCKS if self is Scales.PROMOTED else self
-
-
-#: The products over ranks, formats of x and scales of which kernels that multiply 8 bits have
-#: passed all checks on GPUs, but for results of float16.
-CHECKED = [
-    ("all_gather_matmul", np.dtype(jnp.float8_e4m3fn), scales)
-    for scales in (Scales.NONE, Scales.OF_SUMS)
-]
-
-
-def why_unchecked(op: str, x_dtype: np.dtype, scales: Scales, out: np.dtype = RESULT) -> str | None:
-    """Why these kernels do not run on GPUs yet, or None."""
-    checked = (op, np.dtype(x_dtype), scales.in_kernels) in CHECKED and out != np.float16
-    return plans.why_unchecked(checked)
 
 
 def is_highest(precision: lax.PrecisionLike) -> bool:

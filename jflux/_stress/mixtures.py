@@ -12,10 +12,8 @@ from jax import lax
 import jflux
 
 from .. import moe
-from .._call import plans
 from .._ops import _scaled
 from .._ops.attention import decode_merge
-from .._ops.products import _grouped_scaled
 from .._ranks import meshes
 from . import calls
 from .cases import Case, Data, Output, Place, exchanged_by
@@ -131,11 +129,6 @@ def experts(rng: random.Random, place: Place) -> Case:
         body,
         make,
     )
-
-
-def scaled_groups_run(place: Place) -> bool:
-    """Whether a kernel, or the CPU's reference, multiplies groups with scales."""
-    return place.platform == "cpu" or plans.why_unchecked(_grouped_scaled.CHECKED) is None
 
 
 def scaled_groups(rng: random.Random, place: Place) -> Case:

@@ -13,7 +13,7 @@ import numpy as np
 
 import jflux
 
-from .._call import gpu_code, plans
+from .._call import gpu_code
 from .._ops import _quantize, _scaled
 from .._ops._spec import OpSpec, ops_with_checked_kernels
 from . import calls
@@ -109,19 +109,18 @@ def scale_of(
 def scaled(rng: random.Random, place: Place) -> Case:
     """A product of 8 bits with scales of rows and columns, or one scale for each rank, in a kernel.
     Values that a kernel reads along another axis, or scales of other rows, are far off."""
-    unchecked = place.platform != "cpu" and plans.why_unchecked(False) is None
-    if unchecked and rng.random() < 0.2:
+    on_gpus = place.platform != "cpu"
+    if on_gpus and rng.random() < 0.2:
         return large_sum(rng, place, has_scales=True)
-    ops = ["all_gather_matmul"] + ["matmul_reduce_scatter"] * (place.platform != "cpu")
-    ops += ["matmul_all_to_all", "all_to_all_matmul"] * unchecked
+    ops = ["all_gather_matmul"]
+    ops += ["matmul_reduce_scatter", "matmul_all_to_all", "all_to_all_matmul"] * on_gpus
     lead = (*rng.choice([(), (), (2,)]), rng.choice(ROWS))
     out = rng.choice([jnp.bfloat16, jnp.bfloat16, jnp.float32])
     # An entry for each row and column; and for each block of k, then of blocks of columns.
     by_row, by_column = rng.random() < 0.7, rng.random() < 0.7
-    by_block = unchecked and rng.random() < 0.4
+    by_block = on_gpus and rng.random() < 0.4
     k = rng.choice([520, 1040]) if by_block else rng.choice(K)
-    wide = place.platform == "cpu" or unchecked
-    split, concat = rng.choice([(-1, -2), (-2, -1)]) if unchecked else (-1, -2)
+    split, concat = rng.choice([(-1, -2), (-2, -1)]) if on_gpus else (-1, -2)
     op = rng.choice(ops)
     if op == "all_to_all_matmul":  # ranks have whole blocks of scales
         k = rng.choice([128, 256, 1024])
@@ -129,12 +128,12 @@ def scaled(rng: random.Random, place: Place) -> Case:
         by_column &= by_block or split == -1
     # Kernels take no int8 by blocks, which parts of k are too.
     takes = 2 if by_block or (op == "all_to_all_matmul" and split == -2) else 3
-    of_x = rng.choice(_scaled.TYPES[:takes] if wide else _scaled.TYPES[:1])
+    of_x = rng.choice(_scaled.TYPES[:takes])
     w = jnp.int8 if of_x == jnp.int8 else jnp.float8_e4m3fn
-    if unchecked and of_x != jnp.int8 and rng.random() < 0.2:  # float16 does not hold int8's sums
+    if on_gpus and of_x != jnp.int8 and rng.random() < 0.2:  # float16 does not hold int8's sums
         out = jnp.float16
     n = rng.choice(N)
-    if op in ops[-2:] * unchecked:  # whose kernels give 16 bits, and shards of whole vectors
+    if op in ops[2:]:  # whose kernels give 16 bits, and shards of whole vectors
         n += -n % (_scaled.BLOCK if by_block else 16)
         out = jnp.bfloat16 if out == jnp.float32 else out
     # Kernels of sums of floats do not take "highest", but for PROMOTED ones.
@@ -232,13 +231,13 @@ def quantized(rng: random.Random, place: Place) -> Case:
 
 
 def large_sum(rng: random.Random, place: Place, *, has_scales: bool | None = None) -> Case:
-    """matmul_all_reduce in one kernel: whole tiles for each rank, or, on two, few rows. Where
-    unchecked kernels run, also of 8 bits with scales, unless `has_scales` says whether."""
+    """matmul_all_reduce in one kernel: whole tiles for each rank, or, on two, few rows. On GPUs
+    also of 8 bits with scales, unless `has_scales` says whether."""
     world, dtype = place.world, rng.choice(HALVES)
     slow = place.platform == "cpu"
     k = rng.choice([8, 13] if slow else [64, 136, 392])
     if has_scales is None:
-        has_scales = not slow and plans.why_unchecked(False) is None and rng.random() < 0.5
+        has_scales = not slow and rng.random() < 0.5
     by_block = has_scales and rng.random() < 0.5
     of_x = of_w = dtype
     if has_scales:

@@ -148,7 +148,7 @@ def draw_case(rng: random.Random, place: cases.Place, spec: OpSpec | None = None
     kinds += [attention.attention, attention.decoding, attention.ulysses]
     kinds += [products.scaled] * 2
     kinds += [products.quantized] * products.quantized_is_checked(place)
-    kinds += [mixtures.scaled_groups] * mixtures.scaled_groups_run(place)
+    kinds += [mixtures.scaled_groups]
     kinds += [mixtures.dispatch] * (not place.spans)  # over nodes rows travel by a reference
     return rng.choice(kinds)(rng, place)
 

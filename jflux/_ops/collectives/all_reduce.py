@@ -32,8 +32,6 @@ from ._sum_epilogue import SumEpilogue
 
 OP = "all_reduce"
 ALGORITHMS = _native.ALL_REDUCE_ALGORITHMS
-#: Whether the GPU kernels that quantise rows have passed all checks.
-QUANTIZES_CHECKED = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,9 +358,7 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
         and (dtypes == {x.dtype} or dtypes == {np.dtype(np.float32)} and x.dtype != np.float64)
         and bool(chosen["fits_norm"])
     )
-    takes_quantize = epilogue.quantize is None or (
-        x.dtype.itemsize == 2 and not (machine.on_gpus and plans.why_unchecked(QUANTIZES_CHECKED))
-    )
+    takes_quantize = epilogue.quantize is None or x.dtype.itemsize == 2
     if takes_residual and takes_norm and takes_quantize:
         return None
 

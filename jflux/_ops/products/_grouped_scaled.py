@@ -26,9 +26,6 @@ from ._grouped_primitives import OP
 
 NAME = "grouped_matmul_scaled"
 
-#: Whether the kernels have passed all checks on GPUs.
-CHECKED = False
-
 #: Columns of a tile of the kernels that quantise their results (cc/gpu/gemm_config.h).
 _QUANTIZING_TILE = 256
 
@@ -259,7 +256,7 @@ _kernel = local_ops.kernel(
     NAME,
     why_not=_why_not,
     attributes=_attributes,
-    checked_on_gpus=CHECKED,
+    checked_on_gpus=True,
     on_cpus=False,
     is_optional=True,
     prepare=_prepare,

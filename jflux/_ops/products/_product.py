@@ -244,12 +244,11 @@ def kernel_takes(
     return None
 
 
-def why_unchecked(op: str, arrays: Arrays, params: Any, machine: Machine) -> str | None:
-    """Why kernels do not take a product of 8 bits, or not yet, or None."""
+def why_not_8_bits(arrays: Arrays, params: Any, machine: Machine) -> str | None:
+    """Why kernels do not take a product of 8 bits, or None."""
     if not machine.on_gpus or arrays[0].dtype.itemsize > 1:
         return None
-    why = why_imprecise(params.precision, params.scales, arrays[0].dtype)
-    return why or _scaled.why_unchecked(op, arrays[0].dtype, params.scales, params.out_dtype)
+    return why_imprecise(params.precision, params.scales, arrays[0].dtype)
 
 
 def why_imprecise(precision: Any, scales: Scales, dtype: np.dtype) -> str | None:

@@ -833,7 +833,7 @@ _forms = _product_plan.Product(
     _unsupported,
     _why_decomposed,
     why_lax=_why_lax,
-    why_no_kernel=functools.partial(_product.why_unchecked, OP),
+    why_no_kernel=_product.why_not_8_bits,
 )
 
 

@@ -548,7 +548,7 @@ def _why_no_kernel(arrays: Arrays, params: Params, machine: Machine) -> str | No
         out, world = params.out_dtype, params.world
         if why := _product.kernel_takes(x, w, out, world, machine.platform, OP):
             return why
-        if why := _product.why_unchecked(OP, arrays, params, machine):
+        if why := _product.why_not_8_bits(arrays, params, machine):
             return why
         sizes = _sizes(arrays, params)
         if sizes.scales.has_blocks and not sizes.concat_rows and sizes.k % _scaled.BLOCK != 0:

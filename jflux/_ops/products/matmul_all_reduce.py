@@ -541,7 +541,7 @@ def _plan_kernel(call: Call, machine: Machine) -> Plan | WhyNot:
     if machine.on_gpus:
         out, world = params.out_dtype, params.world
         why = _product.kernel_takes(x, w, out, world, machine.platform, OP)
-        if why := why or _product.why_unchecked(OP, call.arrays, params, machine):
+        if why := why or _product.why_not_8_bits(call.arrays, params, machine):
             return WhyNot(why)
         if sizes.k % vector or sizes.n % vector:
             return WhyNot(
@@ -574,7 +574,7 @@ def _takes_scattered(call: Call, machine: Machine) -> Plan | None:
     sizes = _sizes(call.arrays, call.params)
     if not _is_large(sizes.rows, sizes.n, sizes.out_dtype):
         return None
-    if _product.why_unchecked(SCATTER, call.arrays, call.params, machine):
+    if _product.why_not_8_bits(call.arrays, call.params, machine):
         return None
     if isinstance(_plan_kernel(call, machine), Plan):
         return None

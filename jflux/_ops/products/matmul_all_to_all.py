@@ -422,7 +422,7 @@ def _why_no_kernel(arrays: Arrays, params: Params, machine: Machine) -> str | No
         out, world = params.out_dtype, params.world
         if why := _product.kernel_takes(x, w, out, world, machine.platform, OP):
             return why
-        if why := _product.why_unchecked(OP, arrays, params, machine):
+        if why := _product.why_not_8_bits(arrays, params, machine):
             return why
         if sizes.n % _product_plan.vector(x.dtype) != 0:
             return f"a shard's rows have {sizes.n} columns, which are no whole 16-byte vectors"

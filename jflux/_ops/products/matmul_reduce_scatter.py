@@ -570,7 +570,7 @@ _forms = _product_plan.Product(
     _unsupported,
     _why_decomposed,
     on_gpus=_product_plan.in_rank_order,
-    why_no_kernel=functools.partial(_product.why_unchecked, OP),
+    why_no_kernel=_product.why_not_8_bits,
 )
 
 
