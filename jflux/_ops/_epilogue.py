@@ -98,10 +98,12 @@ class Epilogue:
         pairs = zip(results[::2], results[1::2], strict=True)
         return [Scaled(values, scale) for values, scale in pairs]
 
-    def why_quantized_after(self, x: Any, ws: Sequence[Any]) -> str | None:
-        """Why no kernel that multiplies these quantises its results, or None."""
+    def why_quantized_after(self, x: Any, ws: Sequence[Any], rows: int) -> str | None:
+        """Why no kernel that multiplies these quantises its results, of so many rows, or None."""
         if self.quantize is None:
             return None
+        if rows <= _native.TILE_ROWS:  # measured: docs/experiments/0056
+            return f"{rows} rows take less time in narrow tiles, and `quantize` after them"
         of, block = np.dtype(self.quantize.dtype), self.quantize.block
         types = {np.dtype(a.dtype) for a in (x, *ws)} | {of}
         if block != (1, BLOCK) or types != {np.dtype(jnp.float8_e4m3fn)}:

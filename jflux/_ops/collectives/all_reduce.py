@@ -115,8 +115,7 @@ def all_reduce(
       quantize: a :class:`jflux.Format`, by which the normalised rows, as x's type holds them, are
         quantised: ``quantize.quantize(normalised)``, bit for bit, which the next product takes.
         The kernel that normalises rows of 16 bits does it for a scale by row, or for each 128
-        elements (on GPUs with ``jflux.config(unchecked_kernels=True)``); else
-        :func:`jflux.quantize` follows. There is no derivative then.
+        elements; else :func:`jflux.quantize` follows. There is no derivative then.
       algorithm: "one_shot" (all data to all ranks: one latency), "two_shot" (a reduce-scatter and
         an all-gather: two latencies, fewer bytes), "half_butterfly" or "butterfly" (between pairs
         of ranks, for links that do not join all of them: log2(N) steps and log2(N) times the data,

@@ -222,7 +222,7 @@ def _shapes(arrays: Arrays, params: Params) -> list[ShapeDtype]:
 def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     plain, _, _ = _unpack(arrays, params)
     x, ws, sizes, _ = _grouped_primitives._unpack(plain, params)
-    if why := params.epilogue.why_quantized_after(x, ws[:1]):
+    if why := params.epilogue.why_quantized_after(x, ws[:1], x.shape[0]):
         return why
     if params.scales is Scales.OF_VECTORS:
         return f"the kernel takes blocks of {BLOCK} of k of w only for {BLOCK} columns each"

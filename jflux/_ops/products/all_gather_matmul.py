@@ -915,7 +915,8 @@ def _canonical_epilogue(arrays: Arrays, params: Params, machine: Machine) -> Any
     ws, _ = _weights(operands, params)
     if not machine.on_gpus and params.scales is Scales.OF_BLOCKS:
         return None
-    if machine.on_gpus and (why := own.why_quantized_after(x, ws)):
+    rows = params.world * _product.total_rows(x)
+    if machine.on_gpus and (why := own.why_quantized_after(x, ws, rows)):
         return functools.partial(
             _quantized_after, params=params, prepared=f"quantised after: {why}"
         )

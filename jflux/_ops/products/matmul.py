@@ -236,7 +236,7 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
         if not _product_plan.in_vectors([x], [w]):
             vector = _product_plan.vector(x.dtype)
             return f"x is {x.shape} and w {w.shape}; the kernel takes multiples of {vector}"
-    return params.epilogue.why_quantized_after(x, ws)
+    return params.epilogue.why_quantized_after(x, ws, _product.total_rows(x))
 
 
 def _takes_quantized(call: Call, machine: Machine) -> Plan | None:
