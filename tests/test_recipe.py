@@ -225,6 +225,25 @@ def test_a_gated_mlp(recipe):
     near(results[2], results[0], step=2.0**-6)
 
 
+@pytest.mark.parametrize("block", [(128, 128), (-1, -1), (-1, 128)], ids=str)
+def test_weights_of_a_gate_in_16_bits(block):
+    """One that was quantised before beside one that was not, and blocks that are no squares."""
+    form = jflux.Format(jnp.float8_e4m3fn, block)
+    recipe = dataclasses.replace(jflux.Recipe.block, w=form)
+    x, *weights = (jnp.asarray(normal(i, *s) / 16, jnp.bfloat16)
+                   for i, s in enumerate(((64, K), (K, N), (K, N))))  # fmt: skip
+
+    def loss(before, x, gate, up):
+        weights = (gate, recipe.quantize_weight(up) if before else up)
+        y = jflux.matmul(x, weights, activation="silu", gated=True, recipe=recipe)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+    got, want = (jax.jit(jax.grad(functools.partial(loss, b), (0, 1, 2)))(x, *weights)
+                 for b in (True, False))  # fmt: skip
+    for one, other in zip(got, want, strict=True):
+        near(np.asarray(one, np.float32), np.asarray(other, np.float32), step=2.0**-7)
+
+
 def test_weights_are_quantised_once_a_step():
     """Microbatches in a scan of checkpoints; layers in a scan."""
     recipe, op = jflux.Recipe.block, call("all_gather_matmul", recipe=jflux.Recipe.block)

@@ -165,7 +165,7 @@ def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
 def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     if params.source is not Source.PAIR and not is_taken(params.form, arrays[-1]):
         return "kernels compute what they quantise of 16 bits, in blocks (1, 128)"
-    if len({a.dtype for a in arrays[-2:]}) > 1 and params.source is not Source.GRADIENT:
+    if len({a.dtype for a in arrays[-2:]}) > 1:
         return "the kernels take arrays of one type"
     if params.source.is_pair and arrays[-1].shape[1] % BLOCK:
         return f"the kernels take pairs of whole blocks of {BLOCK} columns"

@@ -362,7 +362,7 @@ def _backward(
         op, options = params.dual
         scale = _Delayed.of(1, recipe.w, state).scale
         ws = ws if params.moves_product else [ws[i] for i in given]
-        if in_turns and not (params.transpose_rhs or isinstance(ws[0], Scaled)):
+        if in_turns and not (params.transpose_rhs or any(isinstance(w, Scaled) for w in ws)):
             ws = [_quantize_computed.pair(ws[0], ws[1], recipe.w)]
         else:
             ws = [
@@ -406,7 +406,8 @@ def _computes(params: _Params, sums: Sequence[jax.Array], turns: bool, of_dy: _D
         return False
     if of_dy.scale is not None or params.recipe.dw is None or not turns:
         return False
-    whole = len(sums) == 1 or (sums[0].shape[-1] % BLOCK == 0 and params.recipe.w.block[0] != 1)
+    in_squares = params.recipe.w.block == (BLOCK, BLOCK)  # those of two weights are put in turns
+    whole = len(sums) == 1 or (sums[0].shape[-1] % BLOCK == 0 and in_squares)
     return whole and _quantize_computed.is_taken(params.recipe.dy, *sums)
 
 
