@@ -242,3 +242,15 @@ def test_global_arrays(op, kind):
         with jax.set_mesh(mesh):
             y = f(jnp.ones(x), jnp.ones(w))
         assert y.shape == (x[0], w[1]) and not y.any()
+
+
+def test_an_empty_weight_beside_one_with_scales_of_blocks():
+    """The other one's product has its scales."""
+    e4m3, mesh = jnp.float8_e4m3fn, make_mesh((RANKS,))
+    x = jflux.quantize(jax.random.normal(jax.random.key(0), (32, 256)), e4m3, block=(1, 128))
+    w = jflux.quantize(8 * jax.random.normal(jax.random.key(1), (256, 256)), e4m3, block=(128, 128))
+    none = jflux.Scaled(w.values[:, :0], w.scale[:, :0])
+    gather = functools.partial(jflux.all_gather_matmul, axis_name="tp", mesh=mesh)
+    y, other = jax.jit(lambda x, *ws: gather(x, ws))(x, none, w)
+    assert y.shape == (32, 0)
+    np.testing.assert_allclose(other, gather(x, w), rtol=0.02, atol=0.5)

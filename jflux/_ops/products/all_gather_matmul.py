@@ -305,7 +305,10 @@ def all_gather_matmul(
         epilogue = dataclasses.replace(epilogue or Epilogue((False,) * len(ws)), quantize=quantize)
         bias_of = _epilogue.constants(bias_of)
     out = _product.out_dtype(OP, (x, *ws), preferred_element_type, precision)
-    if _product.is_for_lax(OP, axis_name, x, *ws, *bias_of, no_kernel=no_kernel):
+    # Weights beside an empty one are multiplied first, which scales of blocks cannot wait for.
+    by_block = isinstance(x, Scaled) and x.scale.shape[-1] > 1
+    is_empty = by_block and any(0 in a.shape for a in (x, *ws))
+    if is_empty or _product.is_for_lax(OP, axis_name, x, *ws, *bias_of, no_kernel=no_kernel):
         return reference(
             x, w, axis_name=axis_name, gather_dimension=dimension, return_gathered=return_gathered,
             transpose_rhs=transpose_rhs, bias=bias, activation=activation, gated=gated,
