@@ -241,7 +241,8 @@ def _call_target(x, w, groups, result, **wrong):
         "activation": np.int64(0), "biased": np.zeros(1, np.int64), "choice": np.zeros(4, np.int64),
         "gated": False, "groups": np.array(groups, np.int64), "inner": np.int64(x.shape[0]),
         "outer": np.int64(1), "quantize": np.int64(0), "senders": np.int64(0),
-        "site": np.int64(1), "scales": np.int64(0), "sm_count": np.int64(0), "sums": False, "transpose_rhs": False,
+        "site": np.int64(1), "scales": np.int64(0), "sm_count": np.int64(0), "sums": False,
+        "transpose_rhs": False,
         "workspace_bytes": np.int64(plan["workspace_bytes"]), "world": np.int64(len(groups)),
     }  # fmt: skip
     attributes = {name: value for name, value in (own | wrong).items() if value is not None}

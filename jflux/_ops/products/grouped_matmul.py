@@ -86,8 +86,7 @@ def grouped_matmul(
       recipe: a :class:`jflux.Recipe`, by which x, w and dy are quantised; w may be already, by
         `Recipe.quantize_weight`. dw is made in bfloat16 (as by a recipe with ``dw=None``), and so
         is dx where `gradient_precision` asks for more than a kernel's sums of 8 bits have.
-      quantize: as in :func:`jflux.all_gather_matmul`; it too needs
-        ``jflux.config(unchecked_kernels=True)`` for a kernel.
+      quantize: as in :func:`jflux.all_gather_matmul`.
 
     Returns:
       y [M, N]. Under ``check_vma=True`` it varies over every axis that an operand varies over.
