@@ -4,9 +4,8 @@
 //
 //   writes  the peers' workspaces and signals
 //   waits   for peers only while it copies to `gathered`, after the CTA's last send
-//   order   bulk copies complete, proxy fence, StoreRelease of the chunk's signal; stores of
-//   scales,
-//           __syncwarp, the same StoreRelease
+//   order   bulk copies complete, proxy fence, StoreRelease of the chunk's signal; stores
+//           of scales, __syncwarp, the same StoreRelease
 //   reset   the counters: LeaveCounters (gpu/gemm_call.cuh)
 #ifndef JFLUX_OPS_ALL_GATHER_MATMUL_GATHER_SENDER_SM90_CUH_
 #define JFLUX_OPS_ALL_GATHER_MATMUL_GATHER_SENDER_SM90_CUH_
