@@ -146,7 +146,7 @@ def check(seed: int) -> tuple[str, str, float]:
 
 def main() -> int:
     args = random_checks.parser(__doc__, calls=150, limit=200).parse_args()
-    jflux.config.update(strict=True, unchecked_kernels=True)
+    jflux.config.update(strict=True)
     checks = random_checks.Checks(args.limit)
     for seed in range(args.seed, args.seed + args.calls):
         if not checks.go_on():

@@ -89,7 +89,7 @@ def check(x, dtype, block, *, taken=True, transpose=False, return_losses=False, 
         jflux.quantize, dtype=dtype, block=block, transpose=transpose, return_losses=return_losses
     )
     more = {name: options.pop(name) for name in ("power_of_two",) if name in options}
-    with jflux.config(unchecked_kernels=True), np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):
         f = jax.jit(lambda x, scale: call(x, scale=scale, **more))
         scale = options.get("scale")
         program = f.lower(x, scale).compile()
@@ -190,10 +190,9 @@ def test_what_is_computed(activation):
 
     def check(f, arrays, wanted):
         """`wanted`: what is quantised of each result, [rows, columns], or two of them in turns."""
-        with jflux.config(unchecked_kernels=True):
-            program = jax.jit(f).lower(*arrays).compile()
-            assert fused_calls(program.as_text()) == ["quantize"] * (PLATFORM == "gpu")
-            got = program(*arrays)
+        program = jax.jit(f).lower(*arrays).compile()
+        assert fused_calls(program.as_text()) == ["quantize"] * (PLATFORM == "gpu")
+        got = program(*arrays)
         for one, each in zip(jax.tree.leaves(got, is_leaf=is_scaled), wanted, strict=True):
             copies = [definition(np.asarray(a), E4M3, form.block, power_of_two=True) for a in each]
             values, scale, _ = copies[0]
@@ -229,7 +228,7 @@ def test_what_is_computed(activation):
 def test_pairs_and_transposes():
     a, b = (numbers(i, (200, 256), jnp.bfloat16) for i in (0, 1))
     form = jflux.Recipe.block.w
-    with jflux.config(unchecked_kernels=True), np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):
         program = jax.jit(lambda a, b: _quantize_computed.pair(a, b, form)).lower(a, b).compile()
         assert fused_calls(program.as_text()) == ["quantize"] * (PLATFORM == "gpu")
         copies = [definition(one, E4M3, form.block, power_of_two=True) for one in (a, b)]
@@ -258,9 +257,8 @@ def test_batches():
                 )
 
             axes = (0, 0 if name == "each" else None)
-            with jflux.config(unchecked_kernels=True):
-                got = jax.jit(jax.vmap(one, axes))(x, given)
-                want = [one(x[i], given[i] if name == "each" else given) for i in range(3)]
+            got = jax.jit(jax.vmap(one, axes))(x, given)
+            want = [one(x[i], given[i] if name == "each" else given) for i in range(3)]
             jax.tree.map(assert_same, got, jax.tree.map(lambda *a: jnp.stack(a), *want))
 
 

@@ -23,9 +23,8 @@ ROWS, K, N = 300, 272, 272
 
 
 @pytest.fixture(autouse=True)
-def with_kernels(strict):
-    """Those that have not passed all checks too."""
-    with jflux.config(strict=False, unchecked_kernels=True):
+def not_strict(strict):
+    with jflux.config(strict=False):
         yield
 
 

@@ -643,8 +643,7 @@ def test_gpus_sum_scaled_products(dtype, by_block, out, lowered_without_gpus):
     w = scaled(16384, 4112, of_w)
     for rows in (64, 4096):
         x, residual = scaled(rows, 16384, of_x), shape((rows, 4112), out)
-        with jflux.config(unchecked_kernels=True):
-            calls, text = lowered_without_gpus(f, x, w, residual)
+        calls, text = lowered_without_gpus(f, x, w, residual)
         (call,) = calls
         assert "w is transposed first" in call.plan.reason and "XLA normalises" in call.plan.reason
         assert call.plan.config["splits"] == (1 if by_block or rows > 128 else 2)
@@ -689,8 +688,7 @@ def test_gpus_exchange_and_scale(
         with pytest.raises(NotImplementedError, match="x is int8"):
             lowered_without_gpus(f, *x, *w)
         return
-    with jflux.config(unchecked_kernels=True):
-        (*sent, call), text = lowered_without_gpus(f, *x, *w)
+    (*sent, call), text = lowered_without_gpus(f, *x, *w)
     assert [one.op for one in sent] == ["all_to_all"] * before
     assert "w is transposed first" in call.plan.reason
     assert ("rank order" in call.plan.reason) == (len(rows) > 1)
