@@ -105,10 +105,13 @@ struct KPanelLayout {
   JFLUX_HD int64_t RowOf(int32_t row_block, int32_t k_panel) const {
     return (static_cast<int64_t>(row_block) * k_panels + k_panel) * k_panel_rows;
   }
+  // Scales of a k-panel, in whole vectors.
+  JFLUX_HD int32_t ScaleRows() const { return RoundUp(k_panel_rows, 4); }
   // Into the data of a half: of the scale of a k-panel's first row.
   JFLUX_HD int64_t ScaleOffset(int32_t row_block, int32_t k_panel) const {
     return RowOf(row_blocks, 0) * kBlockBytes +
-           RowOf(row_block, k_panel) * static_cast<int64_t>(sizeof(float));
+           (static_cast<int64_t>(row_block) * k_panels + k_panel) * ScaleRows() *
+               static_cast<int64_t>(sizeof(float));
   }
   JFLUX_HD WorkspaceLayout Workspace(bool with_scales = false) const {
     const int64_t signals = static_cast<int64_t>(world) * rank_row_blocks * Chunks();

@@ -3,13 +3,22 @@
 // sums in float32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). So sums keep the bits that the
 // tensor cores' own sums of 8-bit floats do not have.
 //
+// Scales are part of a stage: the load warp copies those of the tile's rows, and of its groups of
+// columns (Config::kScaleGroup), by cp.async, whose completions arrive at the stage's barrier too.
+// Loads by the consumers themselves took 7 % of a product's time (docs/experiments/0056).
+//
 // Consumers share each tile. While one scales and adds a k-block's sums, the tensor cores have the
-// other's to multiply. A tile of two blocks of columns has registers for the sums of one at a time.
+// other's to multiply. In tiles of 160 and 192 columns they take turns at issuing a k-block's
+// instructions: else those of both mix, both wait for all of them, and nothing is multiplied while
+// both scale. A tile of two blocks of columns has registers for the sums of one at a time.
+//
+//   waits   a consumer for the other one to have issued its last product. The first one begins a
+//           tile when the second one has finished the tile before; within a tile neither waits for
+//           the other's results to be sent or stored
 //
 // An op with such kernels provides
 //
-//   ScalesOf(args, call, smem, row_block, m64, tile) -> ScalesOfTile<Config>, or
-//                               BlockScales of rows that arrive while the kernel runs
+//   ScalesOf(args, call, row_block, tile) -> ScaleSource<Config, ..>     for the load warp
 #ifndef JFLUX_GPU_BLOCK_SCALES_SM90_CUH_
 #define JFLUX_GPU_BLOCK_SCALES_SM90_CUH_
 
@@ -17,6 +26,8 @@
 #include <type_traits>
 
 #include "core/platform.h"
+#include "core/tile_order.h"
+#include "gpu/gemm_call.cuh"
 #include "gpu/gemm_config.h"
 #include "gpu/gemm_multiply_sm90.cuh"
 #include "gpu/gemm_smem.cuh"
@@ -26,283 +37,224 @@
 
 namespace jflux {
 
-// The scales of a thread's two rows of an m64 block, with an entry for each k-block.
-struct RowScales {
-  const float *low, *high;  // (gpu/wgmma.cuh); null: y has no such row
-  static constexpr bool kArrive = false;
+// ---- The load warp --------------------------------------------------------------------------
 
-  // Of an m64 block that begins at virtual row `row0`: `scale` [rows, k_blocks].
+// Arrivals that fill a stage beside those of its operands: of each lane's copies.
+template <typename Config>
+inline constexpr int kScaleArrivals = Config::kBlockScales ? 32 : 0;
+
+// What a lane copies of a tile's scales for each k-block. kArrives: x's scales may come from peers.
+template <typename Config, bool kArrives = false>
+struct ScaleSource {
+  static constexpr int kRows = Config::kTileM / 32;
+  static constexpr int kVector = kVectorBytes / sizeof(float);
+
+  const float* row[kRows];  // of rows lane + 32 i, an entry for each k-block
+  // If not 0, row[0] has the entries of four rows in each of so many entries.
+  int32_t panel = 0;
+  const float* column = nullptr;  // of a group of columns; null: the lane has none
+  int64_t column_step = 1;        // entries from one k-block to the next
+  int32_t columns = 0;            // kOfVectors: of the tile and the array, from the lane's first on
+
+  // Of a tile that begins at virtual row `row0`: `scale` [rows, k_blocks]. A row past the last has
+  // its scale; nobody stores what it multiplies.
   template <typename Rows>
-  __device__ __forceinline__ void Set(const float* scale, const Rows& rows, int64_t row0,
-                                      int64_t k_blocks) {
-    const int thread = threadIdx.x % 128;
-    const int64_t first = row0 + 16 * (thread / 32) + thread % 32 / 4;
-    const auto of = [&](int64_t row) {
-      return row < rows.Total() ? scale + rows.Actual(row) * k_blocks : nullptr;
-    };
-    low = of(first);
-    high = of(first + 8);
-  }
-  // Begins with a later k-block.
-  __device__ __forceinline__ void Skip(int k_blocks) {
-    if (low != nullptr) low += k_blocks;
-    if (high != nullptr) high += k_blocks;
-  }
-  struct Entry {
-    float low, high;
-    // Of accumulator i.
-    __device__ __forceinline__ float Of(int i) const { return i % 4 < 2 ? low : high; }
-  };
-  __device__ __forceinline__ Entry At(int k_block) const {
-    return Entry{low == nullptr ? 0.0f : __ldg(low + k_block),
-                 high == nullptr ? 0.0f : __ldg(high + k_block)};
-  }
-  __device__ __forceinline__ bool HasArrived(int) const { return true; }
-};
-
-// The same of rows that may come from peers, with the k-blocks of their tile.
-struct ArrivingRowScales {
-  const float* low;  // of the first row
-  int32_t to_high;   // entries from there to the second row's
-  int32_t stride;    // entries from one k-block to the next
-  bool is_local;     // this rank's, which are there; else in the workspace
-  uint32_t counter;  // KBlocksArrived of the CTA's shared memory
-  uint32_t before;   // what it counts for earlier tiles
-  static constexpr bool kArrive = true;
-
-  __device__ __forceinline__ void Skip(int k_blocks) { low += k_blocks * stride; }
-  __device__ __forceinline__ RowScales::Entry At(int k_block) const {
-    const float* from = low + k_block * stride;
-    // A line of L1 may be older than what has arrived.
-    return is_local ? RowScales::Entry{__ldg(from), __ldg(from + to_high)}
-                    : RowScales::Entry{__ldcg(from), __ldcg(from + to_high)};
-  }
-  // Whether a k-block of the tile, and its scales, may be read.
-  __device__ __forceinline__ bool HasArrived(int k_block) const {
-    return static_cast<int32_t>(ptx::LoadSharedAcquire(counter) - (before + k_block)) > 0;
-  }
-  // Between the wait for a k-block's stage and reading its scales: the stage was filled after the
-  // counter had counted it.
-  __device__ __forceinline__ void Acquire() const { ptx::LoadSharedAcquire(counter); }
-};
-
-// Scales::kOfBlocks. The columns of a tile lie in two blocks at most: its first `boundary` columns,
-// and the others.
-template <typename Rows>
-struct BlockScalesOf {
-  Rows rows;
-  const float *left, *right;  // of the columns before and from `boundary` on, by k-block
-  int32_t boundary;           // a multiple of kStep
-
-  static constexpr int kStep = 32;  // columns; tiles begin at multiples of it
-
-  // Of a tile's columns [n0, n0 + columns) of a w, whose scale [blocks of n, k_blocks] is `scale`.
-  __device__ __forceinline__ void SetColumns(const float* scale, int64_t n0, int64_t n, int columns,
-                                             int64_t k_blocks) {
-    const int64_t block = Quotient(n0, kScaleBlock);
-    const int64_t last = Quotient(Min(n0 + columns, n) - 1, kScaleBlock);
-    left = scale + block * k_blocks;
-    right = scale + last * k_blocks;
-    boundary = static_cast<int32_t>((block + 1) * kScaleBlock - n0);
-  }
-  // Begins with a later k-block, where CTAs share k.
-  __device__ __forceinline__ void Skip(int k_blocks) {
-    rows.Skip(k_blocks);
-    left += k_blocks;
-    right += k_blocks;
-  }
-  // What a thread has of a k-block. Read ahead of its products.
-  struct Entry {
-    RowScales::Entry rows;
-    float left, right;
-  };
-  __device__ __forceinline__ Entry Read(int k_block) const {
-    return Entry{rows.At(k_block), __ldg(left + k_block), __ldg(right + k_block)};
-  }
-  __device__ __forceinline__ void Share(const Entry&, int) const {}
-  // total += sums, scaled. Two neighbouring accumulators are columns of a row.
-  template <int kCount>
-  __device__ __forceinline__ void Add(float (&total)[kCount], const float (&sums)[kCount],
-                                      const Entry& entry, int) const {
+  __device__ __forceinline__ void SetRows(const float* scale, const Rows& rows, int64_t row0,
+                                          int64_t k_blocks) {
+    const int64_t last = rows.Total() - 1;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const bool is_left = i * 2 / kStep * kStep < boundary;
-      total[i] += sums[i] * (entry.rows.Of(i) * (is_left ? entry.left : entry.right));
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t at = Min<int64_t>(row0 + threadIdx.x % 32 + 32 * i, last);
+      row[i] = scale + rows.Actual(at) * k_blocks;
     }
   }
-  // The same of half a tile, which is a block.
-  template <int kHalf, int kCount>
-  __device__ __forceinline__ void AddHalf(float (&total)[2 * kCount], const float (&sums)[kCount],
-                                          const Entry& entry) const {
-    const float of = kHalf == 0 ? entry.left : entry.right;
-    const RowScales::Entry by{entry.rows.low * of, entry.rows.high * of};
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) total[kHalf * kCount + i] += sums[i] * by.Of(i);
+  // Of a workspace: `scale` [k_blocks, rows], of which a tile has all, a multiple of four.
+  __device__ __forceinline__ void SetPanel(const float* scale, int32_t rows) {
+    const auto at = static_cast<int32_t>(threadIdx.x % 32 * kVector);
+    row[0] = at < rows ? scale + at : nullptr;
+    panel = rows;
   }
-};
-using BlockScales = BlockScalesOf<RowScales>;
+  // Of a tile's columns from n0 on, of a w whose scale is [blocks of n, k_blocks]; with two
+  // weights, half of its columns are the second's, from n0 on.
+  __device__ __forceinline__ void SetColumns(const float* scale, int64_t n0, int64_t n,
+                                             int64_t k_blocks, const float* second = nullptr) {
+    const int group = threadIdx.x % 32;
+    if (group >= Config::kScaleGroups) return;
+    const bool is_second = second != nullptr && group >= Config::kScaleGroups / 2;
+    const int64_t first =
+        n0 + (group - (is_second ? Config::kScaleGroups / 2 : 0)) * Config::kScaleGroup;
+    column = (is_second ? second : scale) + Quotient(Min(first, n - 1), kScaleBlock) * k_blocks;
+  }
+  // The same of columns that have scales of their own, [k_blocks, n].
+  __device__ __forceinline__ void SetVectors(const float* scale, int64_t n0, int64_t n) {
+    const auto at = static_cast<int32_t>(threadIdx.x % 32 * kVector);
+    column = scale + n0 + at;
+    column_step = n;
+    columns = static_cast<int32_t>(Min<int64_t>(Config::kTileN, n - n0)) - at;
+  }
 
-// Scales::kOfVectors. A thread needs a quarter of a tile's columns. Its consumer reads them all
-// together, and shares them in shared memory: in two buffers, since a thread may write those of the
-// next k-block while another still reads.
-template <typename Config>
-struct VectorScales {
-  RowScales rows;
-  const float* columns;  // of the two columns that the thread reads; null: none
-  int64_t n;             // entries of a k-block
-  int consumer;
-  uint32_t shared;  // the consumer's buffers
-
-  // Of a tile's columns from n0 on, of a w whose scale is `scale` [k_blocks, n]. Called by all
-  // threads of the consumer.
-  __device__ __forceinline__ void SetColumns(const GemmSmem<Config>& smem, int of_consumer,
-                                             const float* scale, int64_t n0, int64_t n_of_w) {
-    const int at = 2 * (threadIdx.x % 128);
-    columns = at < Config::kTileN && n0 + at < n_of_w ? scale + n0 + at : nullptr;
-    n = n_of_w;
-    consumer = of_consumer;
-    shared = smem.Scales(consumer);
-    // A tile begins at the first buffer, and all have read those of the last tile.
-    ptx::BarrierSync(1 + consumer, 128);
-  }
-  struct Entry {
-    RowScales::Entry rows;
-    float2 columns;
-  };
-  __device__ __forceinline__ Entry Read(int k_block) const {
-    Entry entry{rows.At(k_block), make_float2(0.0f, 0.0f)};
-    if (columns != nullptr) {
-      entry.columns = __ldg(reinterpret_cast<const float2*>(columns + k_block * n));
-    }
-    return entry;
-  }
-  __device__ __forceinline__ uint32_t Buffer(int k_block) const {
-    return shared + k_block % 2 * (Config::kTileN * 4);
-  }
-  // Called by all threads of the consumer.
-  __device__ __forceinline__ void Share(const Entry& entry, int k_block) const {
-    const int thread = threadIdx.x % 128;
-    if (thread < Config::kTileN / 2) {
-      ptx::StoreShared8(Buffer(k_block) + 8 * thread,
-                        reinterpret_cast<const uint64_t&>(entry.columns));
-    }
-    ptx::BarrierSync(1 + consumer, 128);
-  }
-  template <int kCount>
-  __device__ __forceinline__ void Add(float (&total)[kCount], const float (&sums)[kCount],
-                                      const Entry& entry, int k_block) const {
-    const uint32_t from = Buffer(k_block) + 8 * (threadIdx.x % 4);
-#pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-      const uint64_t pair = ptx::LoadShared8(from + 8 * i);
-      const float2 of = reinterpret_cast<const float2&>(pair);
-      total[i] += sums[i] * (entry.rows.low * of.x);
-      total[i + 1] += sums[i + 1] * (entry.rows.low * of.y);
-      total[i + 2] += sums[i + 2] * (entry.rows.high * of.x);
-      total[i + 3] += sums[i + 3] * (entry.rows.high * of.y);
-    }
-  }
-};
-
-template <typename Config>
-using ScalesOfTile =
-    std::conditional_t<Config::kScales == Scales::kOfVectors, VectorScales<Config>, BlockScales>;
-
-// A thread's scales of a tile's k-blocks, read a k-block ahead where that has arrived.
-template <typename TileScales>
-struct ScalesAhead {
-  using Entry = typename TileScales::Entry;
-  const TileScales& scales;
-  Entry next{};
-  bool has_next = false;
-
-  __device__ __forceinline__ void Read(int k_block, int k_blocks) {
-    has_next = k_block < k_blocks && scales.rows.HasArrived(k_block);
-    if (has_next) next = scales.Read(k_block);
-  }
-  // Those of a k-block whose stage is full.
-  __device__ __forceinline__ Entry Of(int k_block) {
-    if constexpr (decltype(scales.rows)::kArrive) {
-      if (!has_next) {
-        scales.rows.Acquire();
-        next = scales.Read(k_block);
+  // Called by all lanes when the stage is empty, and x's rows have arrived.
+  __device__ __forceinline__ void Copy(const GemmSmem<Config>& smem, int stage, int k_block) const {
+    const int lane = threadIdx.x % 32;
+    const uint32_t rows = smem.RowScales(stage), groups = smem.ColumnScales(stage);
+    if (kArrives && panel != 0) {
+      // Past L1, of which a line may be older than what has arrived.
+      if (row[0] != nullptr) {
+        ptx::CopyAsync16(rows + kVectorBytes * lane, row[0] + static_cast<int64_t>(k_block) * panel,
+                         kVectorBytes);
       }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) ptx::CopyAsync4(rows + 4 * (lane + 32 * i), row[i] + k_block);
     }
-    return next;
+    if constexpr (Config::kScales == Scales::kOfVectors) {
+      const float* from = column + k_block * column_step;
+#pragma unroll
+      for (int at = 0; at < Config::kTileN; at += 32 * kVector) {
+        if (kVector * lane + at < Config::kTileN && at < columns) {
+          ptx::CopyAsync16(groups + kVectorBytes * lane + 4 * at, from + at, kVectorBytes);
+        }
+      }
+    } else if (column != nullptr) {
+      ptx::CopyAsync4(groups + 4 * lane, column + k_block);
+    }
+    ptx::CopyAsyncArrive(smem.Full(stage));
   }
 };
 
-// MultiplyBlocks of a tile of two blocks of columns.
-template <typename Config, typename TileScales, typename Release>
-__device__ __forceinline__ int MultiplyTwoBlocks(Accumulators<Config>& total,
-                                                 const GemmSmem<Config>& smem, int consumer,
-                                                 Ring<Config::kStages>& stages, int k_blocks,
-                                                 const TileScales& scales, Release&& release) {
-  static_assert(Config::kTileN == 2 * kScaleBlock && !Config::kLendsStage);
-  int last = -1;
-  ScalesAhead<TileScales> ahead{scales};
-  ahead.Read(0, k_blocks);
-  for (int kb = 0; kb < k_blocks; ++kb) {
-    ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
-    const auto entry = ahead.Of(kb);
-    const auto multiply = [&](auto half) {
-      constexpr int kHalf = decltype(half)::value;
-      float sums[1][kScaleBlock / 2];
-      wgmma::Pin(sums[0]);
-      wgmma::Fence();
-      MultiplyStage<Config>(sums, smem.A(stages.index) + consumer * 8192,
-                            smem.B(stages.index) + kHalf * kScaleBlock * kBlockBytes,
-                            /*adds=*/false);
-      wgmma::Commit();
-      if (kHalf == 0) ahead.Read(kb + 1, k_blocks);
-      wgmma::Wait<0>();
-      wgmma::Pin(sums[0]);
-      if (kHalf == 1) release(stages.index);
-      scales.template AddHalf<kHalf>(total[0], sums[0], entry);
-    };
-    multiply(std::integral_constant<int, 0>{});
-    multiply(std::integral_constant<int, 1>{});
-    last = stages.index;
-    stages.Advance();
+// Of other kernels.
+struct NoScales {
+  template <typename Smem>
+  __device__ __forceinline__ void Copy(const Smem&, int, int) const {}
+};
+template <typename Op>
+__device__ __forceinline__ auto ScalesOfTile(const typename Op::Args& args, const CallContext& call,
+                                             int32_t row_block, Tile tile) {
+  if constexpr (Op::Config::kBlockScales) {
+    return Op::ScalesOf(args, call, row_block, tile);
+  } else {
+    return NoScales{};
   }
-  return last;
 }
 
-// total += a tile's scaled k-blocks. release(stage) is called when a stage has been read, but not
-// for a lent one. Returns the last stage.
-template <typename Config, typename TileScales, typename Release>
-__device__ __forceinline__ int MultiplyBlocks(Accumulators<Config>& total,
-                                              const GemmSmem<Config>& smem, int consumer,
-                                              Ring<Config::kStages>& stages, int k_blocks,
-                                              const TileScales& scales, Release&& release) {
-  static_assert(Config::kConsumerM64Blocks == 1);
-  if constexpr (Config::kTileN == 2 * kScaleBlock) {
-    return MultiplyTwoBlocks<Config>(total, smem, consumer, stages, k_blocks, scales, release);
+// ---- The consumers --------------------------------------------------------------------------
+
+// What a thread has of a stage's scales (fragments: gpu/wgmma.cuh).
+template <typename Config>
+struct StageScales {
+  static constexpr bool kVectors = Config::kScales == Scales::kOfVectors;
+  static constexpr int kGroups = kVectors ? 1 : Config::kScaleGroups;
+  static constexpr int kOfGroup = Config::kScaleGroup / 2;  // accumulators
+
+  float low[kGroups], high[kGroups];  // of its two rows, times those of a group of columns
+  uint32_t columns;                   // address of all columns' scales
+
+  // Of a consumer's m64 block.
+  __device__ __forceinline__ void Read(const GemmSmem<Config>& smem, int stage, int m64) {
+    const int thread = threadIdx.x % 128;
+    const uint32_t rows =
+        smem.RowScales(stage) + 4 * (m64 * 64 + 16 * (thread / 32) + thread % 32 / 4);
+    const float first = ptx::LoadSharedFloat(rows), second = ptx::LoadSharedFloat(rows + 4 * 8);
+    columns = smem.ColumnScales(stage);
+    if constexpr (kVectors) {
+      low[0] = first;
+      high[0] = second;
+      return;
+    }
+#pragma unroll
+    for (int g = 0; g < kGroups; g += 4) {
+      const uint4 word = ptx::LoadShared16(columns + 4 * g);
+      const float of[4] = {__uint_as_float(word.x), __uint_as_float(word.y),
+                           __uint_as_float(word.z), __uint_as_float(word.w)};
+#pragma unroll
+      for (int i = 0; i < 4 && g + i < kGroups; ++i) {
+        low[g + i] = first * of[i];
+        high[g + i] = second * of[i];
+      }
+    }
   }
+  // total += sums, scaled, of kCount accumulators from kFirst on. Two neighbours are columns of a
+  // row.
+  template <int kFirst = 0, int kCount, int kTotal>
+  __device__ __forceinline__ void Add(float (&total)[kTotal], const float (&sums)[kCount]) const {
+    if constexpr (kVectors) {
+      const uint32_t from = columns + 8 * (threadIdx.x % 4);
+#pragma unroll
+      for (int i = 0; i < kCount; i += 4) {
+        const uint64_t pair = ptx::LoadShared8(from + 8 * i);
+        const float2 of = reinterpret_cast<const float2&>(pair);
+        total[i] += sums[i] * (low[0] * of.x);
+        total[i + 1] += sums[i + 1] * (low[0] * of.y);
+        total[i + 2] += sums[i + 2] * (high[0] * of.x);
+        total[i + 3] += sums[i + 3] * (high[0] * of.y);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int g = (kFirst + i) / kOfGroup;
+        total[kFirst + i] += sums[i] * (i % 4 < 2 ? low[g] : high[g]);
+      }
+    }
+  }
+};
+
+// The columns whose sums a thread has room for beside a tile's.
+template <typename Config>
+inline constexpr int kSummedColumns =
+    Config::kTileN == 2 * kScaleBlock ? kScaleBlock : Config::kTileN;
+// Whether consumers take turns. Scales of vectors are read for so long that they would lose.
+template <typename Config>
+inline constexpr bool kTakesTurns =
+    Config::kScales == Scales::kOfBlocks && kSummedColumns<Config> > kScaleBlock;
+
+// total += a tile's scaled k-blocks. `both`: both consumers multiply the tile. release(stage) is
+// called when a stage has been read, but not for a lent one. Returns the last stage.
+template <typename Config, typename Release>
+__device__ __forceinline__ int MultiplyBlocks(Accumulators<Config>& total,
+                                              const GemmSmem<Config>& smem, int consumer, bool both,
+                                              Ring<Config::kStages>& stages, int k_blocks,
+                                              Release&& release) {
+  static_assert(Config::kConsumerM64Blocks == 1 && Config::kConsumers == 2);
+  constexpr int kColumns = kSummedColumns<Config>, kCount = kColumns / 2;
   constexpr int kHalf = kMultiplySteps / 2;
+  constexpr bool kReadsLate = Config::kScales == Scales::kOfVectors;
+  // Barriers of a consumer's turn; each tile has as many arrivals as waits.
+  const auto turn = [](int of) { return 2 + Config::kConsumers + of; };
+  const bool turns = kTakesTurns<Config> && both;
+  if (turns && consumer == 1) ptx::BarrierArrive(turn(0), 256);
   int last = -1;
-  ScalesAhead<TileScales> ahead{scales};
-  ahead.Read(0, k_blocks);
   for (int kb = 0; kb < k_blocks; ++kb) {
-    Accumulators<Config> sums;
     ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
-    const auto entry = ahead.Of(kb);
-    const uint32_t a = smem.A(stages.index) + consumer * 8192, b = smem.B(stages.index);
-    PinAll<Config>(sums);
-    wgmma::Fence();
-    // In one group, a product of 8192 x 7168 x 8192 has been seen to take 13 % longer.
-    MultiplyStage<Config, 0, kHalf>(sums, a, b, /*adds=*/false);
-    wgmma::Commit();
-    MultiplyStage<Config, kHalf>(sums, a, b, /*adds=*/true);
-    wgmma::Commit();
-    ahead.Read(kb + 1, k_blocks);
-    scales.Share(entry, kb);
-    wgmma::Wait<0>();
-    PinAll<Config>(sums);
-    if (!Config::kLendsStage || kb + 1 < k_blocks) release(stages.index);
+    StageScales<Config> scales;
+    const auto multiply = [&](auto first) {
+      constexpr int kFirst = decltype(first)::value;
+      constexpr bool kIsLast = kFirst + kColumns == Config::kTileN;
+      const uint32_t a = smem.A(stages.index) + consumer * 8192;
+      const uint32_t b = smem.B(stages.index) + kFirst * kBlockBytes;
+      const bool releases = kIsLast && (!Config::kLendsStage || kb + 1 < k_blocks);
+      float sums[1][kCount];
+      if (turns) ptx::BarrierSync(turn(consumer), 256);
+      wgmma::Pin(sums[0]);
+      wgmma::Fence();
+      // In one group, a product of 8192 x 7168 x 8192 has been seen to take 13 % longer.
+      MultiplyStage<Config, 0, kHalf>(sums, a, b, /*adds=*/false);
+      wgmma::Commit();
+      MultiplyStage<Config, kHalf>(sums, a, b, /*adds=*/true);
+      wgmma::Commit();
+      if (turns && (consumer == 0 || kb + 1 < k_blocks)) {
+        ptx::BarrierArrive(turn(1 - consumer), 256);
+      }
+      if constexpr (kFirst == 0) scales.Read(smem, stages.index, consumer);
+      wgmma::Wait<0>();
+      wgmma::Pin(sums[0]);
+      if (!kReadsLate && releases) release(stages.index);
+      scales.template Add<kFirst / 2>(total[0], sums[0]);
+      if (kReadsLate && releases) release(stages.index);
+    };
+    multiply(std::integral_constant<int, 0>{});
+    if constexpr (kColumns < Config::kTileN) multiply(std::integral_constant<int, kColumns>{});
     last = stages.index;
     stages.Advance();
-    scales.Add(total[0], sums[0], entry, kb);
   }
   return last;
 }

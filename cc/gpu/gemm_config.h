@@ -53,11 +53,16 @@ inline constexpr bool HasBlockScales(DType t) {
   return t == DType::kF8E4M3FN || t == DType::kF8E5M2;
 }
 inline constexpr bool HasVectorScales(DType t) { return t == DType::kF8E4M3FN; }
-// Whether a tile of this many columns can have them: a thread then has a tile's sums twice, those
-// of one block and those of all before it.
-inline constexpr bool CanHave(Scales s, int32_t tile_n) {
+// The elements of k, or of another dimension, that share an entry of such a scale. Those of k are a
+// k-block of the main loop.
+inline constexpr int kScaleBlock = 128;
+// Whether a tile of this many columns can have them: a thread then has the sums of one k-block
+// beside a tile's, those of all columns, or of one of two blocks of columns.
+// `gates`: of an op that has gates, in which a tile of two blocks is worth it.
+inline constexpr bool CanHave(Scales s, int32_t tile_n, bool gates) {
   return !HasEntriesOfK(s) ||
-         (s == Scales::kOfVectors ? tile_n == 128 || tile_n == 192 : !IsShared(tile_n));
+         (s == Scales::kOfVectors ? tile_n == 128 || tile_n == 192
+                                  : !IsShared(tile_n) || (gates && tile_n == 2 * kScaleBlock));
 }
 // Whether kernels whose results are quantised have a tile of this many columns, with such scales:
 // with a gate, half of them, a block, are results.
@@ -69,9 +74,6 @@ inline constexpr bool IsQuantizing(int64_t number) { return 0 <= number && numbe
 inline constexpr bool CanQuantize(Scales s, int32_t tile_n) {
   return tile_n == kQuantizingTile && (s == Scales::kOfSums || s == Scales::kOfBlocks);
 }
-// The elements of k, or of another dimension, that share an entry of such a scale. Those of k are a
-// k-block of the main loop.
-inline constexpr int kScaleBlock = 128;
 
 inline constexpr int32_t kGemmTileM = 128;
 // The rows of a box of A. A box does not reach past the end of an array of fewer than kGemmTileM
@@ -143,11 +145,11 @@ std::string WhyNotShards(const OpFormats& op, FormatSet machine, const Params& p
   return WhyNotOperands(op, machine, p.dtype, w_dtype, p.out_dtype, p.k, p.n, p.transpose_rhs);
 }
 
-// The choice for a call with such scales. `gated`: half of a tile's columns belong to each of two
-// weights. `most`: CTAs that may share k with kOfBlocks.
-inline GemmChoice ForScales(GemmChoice c, Scales scales, bool gated = false, int32_t most = 1) {
+// The choice for a call with such scales, of an op that has gates or not. `most`: CTAs that may
+// share k with kOfBlocks.
+inline GemmChoice ForScales(GemmChoice c, Scales scales, bool gates = false, int32_t most = 1) {
   if (!HasEntriesOfK(scales)) return c;
-  if (!CanHave(scales, c.tile_n)) c.tile_n = gated ? 128 : 192;
+  if (!CanHave(scales, c.tile_n, gates)) c.tile_n = 192;
   c.splits = Min(c.splits, scales == Scales::kOfBlocks ? most : 1);
   return c;
 }

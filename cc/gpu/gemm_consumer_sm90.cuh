@@ -66,7 +66,6 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
   // stage holds any.
   const bool is_first_warp = threadIdx.x % 128 < 32;
   const int arrivals = Config::kLendsStage && is_first_warp ? 2 : 1;
-  [[maybe_unused]] uint32_t k_blocks_before = 0;  // in earlier tiles
   for (int tile_consumer = 0;; tile_consumer ^= 1) {
     const Ring<Config::kTileQueue> entry = reader.ring;
     const Tile tile = reader.Enter();
@@ -89,7 +88,6 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
           release(stages.index, arrivals);
           stages.Advance();
         }
-        k_blocks_before += k_blocks;
         reader.Leave();
         continue;
       }
@@ -122,13 +120,8 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
     }
     uint64_t start = call.Start();
     if constexpr (Config::kBlockScales) {
-      auto scales = Op::ScalesOf(args, call, smem, row_block, staging.M64At(0), tile);
-      if constexpr (decltype(scales.rows)::kArrive) {
-        scales.rows.counter = smem.KBlocksArrived();
-        scales.rows.before = k_blocks_before;
-        k_blocks_before += k_blocks;
-      }
-      last = MultiplyBlocks<Config>(acc, smem, consumer, stages, k_blocks, scales, [&](int stage) {
+      const bool both = Epilogue::Needs(args, row_block, tile, 1 - consumer);
+      last = MultiplyBlocks<Config>(acc, smem, consumer, both, stages, k_blocks, [&](int stage) {
         __syncwarp();
         release(stage, arrivals);
       });

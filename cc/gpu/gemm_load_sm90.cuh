@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "gpu/block_scales_sm90.cuh"
 #include "gpu/gemm_exchange.cuh"
 #include "gpu/gemm_operands_sm90.cuh"
+#include "gpu/gemm_schedule.cuh"
 #include "gpu/gemm_smem.cuh"
 #include "gpu/ptx.cuh"
 
@@ -39,7 +41,10 @@ struct BoxesOfA : OperandsBase {
                                                   const typename Op::Operands::Coords& coords, int,
                                                   Ring<Op::Config::kStages>& stages,
                                                   ARows<Op>& a_rows) {
-    if (ptx::ElectOne()) LoadBoxes<Op>(args, call, smem, cta, tile, coords, stages, a_rows);
+    // All lanes copy scales; one does all else.
+    if (Op::Config::kBlockScales || ptx::ElectOne()) {
+      LoadBoxes<Op>(args, call, smem, cta, tile, coords, stages, a_rows);
+    }
   }
 
   // Consumers call it before they multiply a stage.
@@ -57,10 +62,19 @@ struct BoxesOfA : OperandsBase {
                                                    ARows<Op>& a_rows) {
     using Config = typename Op::Config;
     using Operands = typename Op::Operands;
+    const auto by_one = [](auto&& f) {
+      if (!Config::kBlockScales || ptx::ElectOne()) f();
+      if constexpr (Config::kBlockScales) __syncwarp();
+    };
+    const auto all = [](bool each) {
+      return Config::kBlockScales ? __all_sync(0xffffffff, each) != 0 : each;
+    };
     const auto load_b = [&](const Ring<Config::kStages>& stage, const auto& rhs, int k0) {
-      const uint32_t bar = smem.Full(stage.index);
-      ptx::MbarrierArriveExpectTx(bar, Operands::ABytes(args, coords) + Config::kBBytes);
-      LoadB<Config>(smem.B(stage.index), rhs, bar, k0, cta);
+      by_one([&] {
+        const uint32_t bar = smem.Full(stage.index);
+        ptx::MbarrierArriveExpectTx(bar, Operands::ABytes(args, coords) + Config::kBBytes);
+        LoadB<Config>(smem.B(stage.index), rhs, bar, k0, cta);
+      });
     };
     // w is loaded before A: it comes from device memory, and the other CTAs of the cluster need
     // this CTA's share of it even if A's rows are late.
@@ -73,14 +87,16 @@ struct BoxesOfA : OperandsBase {
     Ring<Config::kStages> early = stages;
     early.Advance();
     const int most = Min(first.begin + Config::kStages * Config::kTileK, first.end);
-    while (!a_rows.Poll()) {
-      if (staged < most && ptx::MbarrierTest(smem.Empty(early.index), early.parity ^ 1)) {
+    while (!all(a_rows.Poll())) {
+      if (staged < most && all(ptx::MbarrierTest(smem.Empty(early.index), early.parity ^ 1))) {
         load_b(early, first_rhs, staged);
         early.Advance();
         staged += Config::kTileK;
       }
     }
-    ptx::MbarrierArrive(smem.LoadBegun());
+    by_one([&] { ptx::MbarrierArrive(smem.LoadBegun()); });
+    const auto scales = ScalesOfTile<Op>(args, call, RowBlockOf<Config>(tile, cta), tile);
+    int k_block = first.begin / Config::kTileK;  // over all terms
     for (int term = 0; term < Operands::Terms(args); ++term) {
       const auto source = Operands::SourceOf(args, call, coords, term);
       const auto rhs = term == 0 ? first_rhs : Operands::RhsOf(args, coords, term);
@@ -91,7 +107,8 @@ struct BoxesOfA : OperandsBase {
           load_b(stages, rhs, k0);
         }
         a_rows.AwaitNext();
-        source.Load(smem.A(stages.index), smem.Full(stages.index), k0);
+        by_one([&] { source.Load(smem.A(stages.index), smem.Full(stages.index), k0); });
+        scales.Copy(smem, stages.index, k_block++);
         stages.Advance();
       }
     }

@@ -120,7 +120,7 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
   if (threadIdx.x == 128) {  // a consumer's thread: consumers are idle until the first stage is
                              // full
     for (int i = 0; i < Config::kStages; ++i) {
-      ptx::MbarrierInit(smem.Full(i), Operands::kFullArrivals);
+      ptx::MbarrierInit(smem.Full(i), Operands::kFullArrivals + kScaleArrivals<Config>);
       ptx::MbarrierInit(smem.Empty(i), EmptyArrivals<Config>());
     }
     for (int i = 0; i < Config::kTileQueue; ++i) {

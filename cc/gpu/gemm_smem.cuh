@@ -48,8 +48,8 @@ struct GemmConfig {
   static constexpr int kTileN = kTileN_;
   static constexpr int kTileK = kBlockBytes / sizeof(T);
   static_assert(!kQuantizes || (kNarrow && CanQuantize(kScales, kTileN)));
-  static_assert(!kBlockScales ||
-                (kTileK == kScaleBlock && (kQuantizes || CanHave(kScales, kTileN))));
+  static_assert(!kBlockScales || (kTileK == kScaleBlock &&
+                                  (kQuantizes || CanHave(kScales, kTileN, /*gates=*/true))));
   static constexpr int kClusterM = kClusterM_;
   static constexpr int kClusterK = kClusterK_;
   static constexpr int kCluster = kClusterM * kClusterK;
@@ -80,8 +80,9 @@ struct GemmConfig {
   // to 10 % where power is not the limit; with 256 columns, nothing
   // (docs/internals/configurations.md). With 192 and scales of vectors it makes room for these.
   static constexpr bool kLendsStage =
-      kMayLendStage && kCooperative &&
-      (kTileN == 224 || (kScales == Scales::kOfVectors && kTileN == 192));
+      kMayLendStage && kCooperative && !kQuantizes &&
+      (kTileN == 224 || (kScales == Scales::kOfVectors && kTileN == 192) ||
+       (kScales == Scales::kOfBlocks && kTileN == 256));
   // Whether half of a tile's columns can belong to a second weight (a gate).
   static constexpr bool kTwoWeights = kTileN % 128 == 0 && kClusterK == 1;
   // Boxes of w stored [k, n] are kBlockBytes wide; the last one may exceed the tile.
@@ -103,12 +104,20 @@ struct GemmConfig {
   static constexpr int kSendBoxes = 4;
   static constexpr int kBarrierBytes = 1024;
   static constexpr int kStagingBytesPerConsumer = kLendsStage ? kStripBytes : kStagingBytes;
-  // A consumer's scales of two k-blocks' columns (gpu/block_scales_sm90.cuh).
-  static constexpr int kScaleBytes = kScales == Scales::kOfVectors ? 2 * kTileN * 4 : 0;
-  static constexpr int kStages =
-      (kHopper.smem_bytes - kBarrierBytes - kSendBoxes * kSendBoxBytes -
-       kConsumers * (kStagingBytesPerConsumer + kRemoteSliceBytes + kScaleBytes)) /
-      (kABytes + kBBytes);
+  // A stage's scales (gpu/block_scales_sm90.cuh): of the tile's rows, and of groups of kScaleGroup
+  // columns. A few of the latter lie beside the barriers.
+  static constexpr int kScaleGroup = kScales == Scales::kOfVectors ? 1
+                                     : kTileN % 256 == 0           ? 128
+                                     : kTileN % 64 == 0            ? 64
+                                                                   : 32;
+  static constexpr int kScaleGroups = kTileN / kScaleGroup;
+  static constexpr bool kFewScaleGroups = kBlockScales && kScaleGroups <= 8;
+  static constexpr int kFewScaleBytes = kFewScaleGroups ? 32 : 0;
+  static constexpr int kScaleBytes =
+      kBlockScales ? 4 * (kTileM + (kFewScaleGroups ? 0 : kScaleGroups)) : 0;
+  static constexpr int kStages = (kHopper.smem_bytes - kBarrierBytes - kSendBoxes * kSendBoxBytes -
+                                  kConsumers * (kStagingBytesPerConsumer + kRemoteSliceBytes)) /
+                                 (kABytes + kBBytes + kScaleBytes);
   // The send semaphore's freedom from deadlock (gpu/send_semaphore.cuh). In ops that have it,
   // consumers that share tiles have all of a tile's k: their CTAs do not split it.
   static_assert(kStages * kBlockBytes <= kMostStagedBytes && (!IsShared(kTileN) || kClusterK == 1));
@@ -121,7 +130,7 @@ struct GemmConfig {
   static constexpr int kStagingOffset = kBOffset + kStages * kBBytes;
   static constexpr int kRemoteSliceOffset = kStagingOffset + kConsumers * kStagingBytesPerConsumer;
   static constexpr int kScaleOffset = kRemoteSliceOffset + kConsumers * kRemoteSliceBytes;
-  static constexpr int kSendOffset = kScaleOffset + kConsumers * kScaleBytes;
+  static constexpr int kSendOffset = kScaleOffset + kStages * kScaleBytes;
   static constexpr int kBarrierOffset = kSendOffset + kSendBoxes * kSendBoxBytes;
   static constexpr int kSmemBytes = kBarrierOffset + kBarrierBytes;
   static_assert(kSmemBytes <= kHopper.smem_bytes);
@@ -144,8 +153,13 @@ struct GemmSmem {
     return base + Config::kRemoteSliceOffset + consumer * Config::kRemoteSliceBytes +
            i * Config::kSliceBytes;
   }
-  __device__ uint32_t Scales(int consumer) const {
-    return base + Config::kScaleOffset + consumer * Config::kScaleBytes;
+  // A stage's scales: of rows, and of groups of columns.
+  __device__ uint32_t RowScales(int stage) const {
+    return base + Config::kScaleOffset + stage * Config::kScaleBytes;
+  }
+  __device__ uint32_t ColumnScales(int stage) const {
+    return Config::kFewScaleGroups ? KBlocksArrived() + 16 + stage * Config::kFewScaleBytes
+                                   : RowScales(stage) + 4 * Config::kTileM;
   }
   __device__ uint32_t SendBox(int i) const {
     return base + Config::kSendOffset + i * Config::kSendBoxBytes;
@@ -183,9 +197,11 @@ struct GemmSmem {
     return Bar(kBarriers) + kTileEntryBytes * entry;
   }
   // K-blocks of A that have arrived, over all tiles so far. Written by the scheduler warp, polled
-  // by the load warp, and read by consumers of scales that arrive with them.
+  // by the load warp, and read by consumers of scales of rows that arrive with them.
   __device__ uint32_t KBlocksArrived() const { return TileEntry(Config::kTileQueue); }
-  static_assert(kBarriers * 8 + Config::kTileQueue * kTileEntryBytes + 4 <= Config::kBarrierBytes);
+  static_assert(kBarriers * 8 + Config::kTileQueue * kTileEntryBytes + 16 +
+                    Config::kStages * Config::kFewScaleBytes <=
+                Config::kBarrierBytes);
 };
 
 // The load warp's view of that counter. It polls only when it has consumed every k-block that it

@@ -264,6 +264,11 @@ __device__ __forceinline__ void CopyAsync16(uint32_t smem, const void* global, u
                : "memory");
 }
 
+// The same with 4 bytes, through L1.
+__device__ __forceinline__ void CopyAsync4(uint32_t smem, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem), "l"(global) : "memory");
+}
+
 // This thread arrives when all of its copies so far are complete: one of the arrivals that the
 // barrier was initialised with.
 __device__ __forceinline__ void CopyAsyncArrive(uint32_t bar) {
@@ -368,6 +373,12 @@ __device__ __forceinline__ void Multiply16x8(float (&c)[4], const uint32_t (&a)[
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
+}
+
+__device__ __forceinline__ float LoadSharedFloat(uint32_t smem) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(smem) : "memory");
+  return v;
 }
 
 __device__ __forceinline__ int32_t LoadShared4(uint32_t smem) {

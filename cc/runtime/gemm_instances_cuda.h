@@ -26,28 +26,37 @@
 
 namespace jflux {
 
-// Whether there are kernels with tiles of so many columns.
+// Whether there are kernels whose results are quantised: an op says kQuantizes if it has gates.
+template <typename Instances, typename = void>
+inline constexpr bool kHasQuantizing = false;
+template <typename Instances>
+inline constexpr bool kHasQuantizing<Instances, std::void_t<decltype(Instances::kQuantizes)>> =
+    Instances::kQuantizes;
+
+// Whether an op has kernels with tiles of so many columns.
+template <typename Instances>
 constexpr bool HasTile(Scales scales, bool quantizes, int32_t tile_n) {
-  return quantizes ? CanQuantize(scales, tile_n) : CanHave(scales, tile_n);
+  return quantizes ? CanQuantize(scales, tile_n)
+                   : CanHave(scales, tile_n, kHasQuantizing<Instances>);
 }
 
 // Calls visit.template operator()<Config>() for the configuration that fits `c`, among those from
 // kFirst on. False if there is none.
-template <typename T, bool kTransposeRhs, bool kMayLendStage, Scales kScales, bool kQuantizes,
+template <typename Instances, typename T, bool kTransposeRhs, Scales kScales, bool kQuantizes,
           size_t kFirst = 0, typename F>
 bool WithTile(const GemmChoice& c, F&& visit) {
   if constexpr (kFirst == std::size(kCompiled)) {
     return false;
   } else {
     constexpr GemmChoice kThis = kCompiled[kFirst];
-    if constexpr (HasTile(kScales, kQuantizes, kThis.tile_n)) {
+    if constexpr (HasTile<Instances>(kScales, kQuantizes, kThis.tile_n)) {
       if (c.tile_n == kThis.tile_n && c.cluster_m == kThis.cluster_m) {
-        using Config = GemmConfig<T, kThis.tile_n, kThis.cluster_m, kTransposeRhs, kMayLendStage, 1,
-                                  false, kScales, kQuantizes>;
+        using Config = GemmConfig<T, kThis.tile_n, kThis.cluster_m, kTransposeRhs,
+                                  Instances::kMayLendStage, 1, false, kScales, kQuantizes>;
         return visit.template operator()<Config>();
       }
     }
-    return WithTile<T, kTransposeRhs, kMayLendStage, kScales, kQuantizes, kFirst + 1>(c, visit);
+    return WithTile<Instances, T, kTransposeRhs, kScales, kQuantizes, kFirst + 1>(c, visit);
   }
 }
 
@@ -143,8 +152,8 @@ struct GemmFamily {
 template <typename Instances, DType kFormat, bool kTransposeRhs, Scales kScales, bool kQuantizes>
 bool GemmFamily<Instances, kFormat, kTransposeRhs, kScales, kQuantizes>::Load(std::string* error) {
   for (const GemmChoice& c : kCompiled) {
-    if (!HasTile(kScales, kQuantizes, c.tile_n)) continue;
-    if (!WithTile<T, kTransposeRhs, Instances::kMayLendStage, kScales, kQuantizes>(
+    if (!HasTile<Instances>(kScales, kQuantizes, c.tile_n)) continue;
+    if (!WithTile<Instances, T, kTransposeRhs, kScales, kQuantizes>(
             c, LoadInstance<Instances>{error})) {
       return false;
     }
@@ -155,7 +164,7 @@ bool GemmFamily<Instances, kFormat, kTransposeRhs, kScales, kQuantizes>::Load(st
 template <typename Instances, DType kFormat, bool kTransposeRhs, Scales kScales, bool kQuantizes>
 bool GemmFamily<Instances, kFormat, kTransposeRhs, kScales, kQuantizes>::Launch(
     const GemmChoice& choice, const LaunchInstance<Instances>& launch) {
-  return WithTile<T, kTransposeRhs, Instances::kMayLendStage, kScales, kQuantizes>(choice, launch);
+  return WithTile<Instances, T, kTransposeRhs, kScales, kQuantizes>(choice, launch);
 }
 
 // Whether an op has kernels for Scales::kOfVectors: it says kVectorScales.
@@ -165,12 +174,6 @@ template <typename Instances>
 inline constexpr bool kHasVectorScales<Instances, std::void_t<decltype(Instances::kVectorScales)>> =
     Instances::kVectorScales;
 
-// The same of kernels whose results are quantised: it says kQuantizes.
-template <typename Instances, typename = void>
-inline constexpr bool kHasQuantizing = false;
-template <typename Instances>
-inline constexpr bool kHasQuantizing<Instances, std::void_t<decltype(Instances::kQuantizes)>> =
-    Instances::kQuantizes;
 template <typename Instances, Scales kScales>
 using QuantizingFamily = GemmFamily<Instances, kQuantized, true, kScales, /*kQuantizes=*/true>;
 

@@ -73,11 +73,11 @@ constexpr Measured kMeasured[] = {
 
 TEST(WhatIsChosenWasAboutTheFastest) {
   for (const Measured& call : kMeasured) {
-    const auto choose = call.op == Measured::kReduce    ? ChooseAllReduce
-                        : call.op == Measured::kScatter ? ChooseReduceScatter
-                                                        : ChooseAllGather;
+    const int64_t rows = call.m / 2, n = call.n, k = call.k;
     const GemmChoice c =
-        choose(2, call.m / 2, call.n, call.k, DType::kBF16, kH200, /*transpose_rhs=*/false);
+        call.op == Measured::kReduce    ? ChooseAllReduce(2, rows, n, k, DType::kBF16, kH200)
+        : call.op == Measured::kScatter ? ChooseReduceScatter(2, rows, n, k, DType::kBF16, kH200)
+                                        : ChooseAllGather(2, rows, n, k, DType::kBF16, kH200);
     int best = call.us[0], chosen = 0;
     for (int i = 0; i < 5; ++i) {
       constexpr int kColumns[] = {256, 224, 192, 160, 128};

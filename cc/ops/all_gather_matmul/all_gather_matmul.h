@@ -38,9 +38,11 @@ struct AllGatherMatmulParams {
 
   DType DTypeOfW() const { return w_dtype.value_or(dtype); }
   int64_t ShardBytes() const { return rows.PerRank() * k * SizeOf(dtype); }
-  uint32_t Signature() const {
+  // `scales`: of x and w. They travel with x.
+  uint32_t Signature(Scales scales = Scales::kNone) const {
     return SignatureBuilder()
         .Add(static_cast<int64_t>(kAllGatherMatmulId))
+        .Add(static_cast<int64_t>(scales))
         .Add(rows.world)
         .Add(rows.outer)
         .Add(rows.inner)
@@ -121,16 +123,20 @@ inline WorkspaceLayout CudaWorkspaceOf(const AllGatherMatmulParams& p, Scales sc
   return CudaLayoutOf(p).Workspace(scales != Scales::kNone);
 }
 
-inline TileCosts AllGatherCosts(DType dtype, int64_t k, int64_t n, bool transpose_rhs, int world) {
-  const TileCosts& costs = SizeOf(dtype) == 1 ? kGatherCosts8 : kGatherCosts;
+inline TileCosts AllGatherCosts(DType dtype, int64_t k, int64_t n, bool transpose_rhs, int world,
+                                Scales scales) {
+  const TileCosts& costs = scales == Scales::kOfBlocks ? kGatherCostsOfBlocks
+                           : SizeOf(dtype) == 1        ? kGatherCosts8
+                                                       : kGatherCosts;
   return Loading(costs, k * SizeOf(dtype), n * SizeOf(dtype), transpose_rhs, world);
 }
 
 inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, int64_t k,
-                                  DType dtype, const Machine& machine, bool transpose_rhs = false) {
+                                  DType dtype, const Machine& machine, bool transpose_rhs = false,
+                                  Scales scales = Scales::kNone) {
   const int64_t m = world * rows_per_rank, k_bytes = k * SizeOf(dtype);
   if (m <= kGemmTileM) return ChooseFew(m, n, k_bytes, machine, kGatherSplits);
-  const TileCosts costs = AllGatherCosts(dtype, k, n, transpose_rhs, world);
+  const TileCosts costs = AllGatherCosts(dtype, k, n, transpose_rhs, world, scales);
   const GemmChoice c = ChooseGemm(world, rows_per_rank, n, k_bytes, machine, costs);
   return GatherGroups(c, world, rows_per_rank, n, machine);
 }
@@ -142,9 +148,9 @@ inline GemmChoice FitWeights(GemmChoice wanted, const AllGatherMatmulParams& p, 
   const int64_t rows = p.rows.Total(), k_bytes = p.k * SizeOf(p.dtype);
   const GemmChoice choice =
       gated ? ForGate(wanted, rows, p.n, k_bytes, machine,
-                      AllGatherCosts(p.dtype, p.k, p.n / 2, p.transpose_rhs, p.rows.world))
+                      AllGatherCosts(p.dtype, p.k, p.n / 2, p.transpose_rhs, p.rows.world, scales))
             : FitSplits(wanted, rows, k_bytes, kGatherSplits);
-  return ForScales(choice, scales, gated, kGatherSplits);
+  return ForScales(choice, scales, /*gates=*/true, kGatherSplits);
 }
 
 // CTAs that may send. With few rows all do. (One raster group of 512 or 1024 rows is faster with

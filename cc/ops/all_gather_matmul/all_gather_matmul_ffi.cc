@@ -22,8 +22,8 @@ bool PlanAllGatherMatmul(CallReader& reader, const Machine& machine, Fields* pla
     return true;
   }
   if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine)), why_not)) return false;
-  const GemmChoice wanted = call.given.value_or(
-      ChooseAllGather(p.rows.world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs));
+  const GemmChoice wanted = call.given.value_or(ChooseAllGather(
+      p.rows.world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs, scales));
   const GemmChoice choice = FitWeights(wanted, p, gated, scales, quantizes, machine);
   *plan = ProductPlan{choice, AllGatherSenders(p, machine), CudaWorkspaceOf(p, scales).TotalBytes()}
               .AsFields();

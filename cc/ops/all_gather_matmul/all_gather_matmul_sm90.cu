@@ -17,7 +17,7 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.state = device.state;
   if (!SetProductArgs(p, operands, choice, device.sm_count, view, &args, error)) return false;
   args.gathered = operands.gathered;
-  args.signature = SignatureOf(p.Signature(), site, choice);
+  args.signature = SignatureOf(p.Signature(operands.scales), site, choice);
   args.op = static_cast<uint32_t>(kAllGatherMatmulId);
   const int sms = Min(device.sm_count, kMostSms);
   for (int i = 0; i < Min(args.num_tiles, sms / (choice.cluster_m * choice.splits)); ++i) {

@@ -120,54 +120,26 @@ struct AllGatherMatmulSm90 {
     }
   };
 
-  // Those of an m64 block that begins at virtual row `row0`: this rank's, or in the workspace.
-  static __device__ ArrivingRowScales RowScalesOf(const Args& args, uint32_t epoch, int64_t row0) {
-    const auto row_block = static_cast<int32_t>(row0 / Config::kTileM);
-    const int thread = threadIdx.x % 128;
-    const Span s = SpanOf(args, row_block);
-    // A row past the last has its scale; nobody stores what it multiplies.
-    const int64_t low = Min(row0 + 16 * (thread / 32) + thread % 32 / 4, s.last - 1);
-    const auto to_high = static_cast<int32_t>(Min(low + 8, s.last - 1) - low);
-    ArrivingRowScales scales{};
-    scales.is_local = IsLocal(args, s);
-    if (scales.is_local) {
-      const int32_t entries = ScaleEntries<Config>(args);
-      scales.low = args.x_scale + (low - args.view.rank * args.rows.PerRank()) * entries;
-      scales.to_high = to_high * entries;
-      scales.stride = 1;
-    } else {
-      scales.low = KPanelScales(args, epoch, args.view.rank, row_block, 0) + (low - s.first);
-      scales.to_high = to_high;
-      scales.stride = args.layout.k_panel_rows;
-    }
-    return scales;
-  }
-  // With kBlockScales.
-  static __device__ auto ScalesOf(const Args& args, const CallContext& call,
-                                  const GemmSmem<Config>& smem, int32_t row_block, int m64,
+  // With kBlockScales: of this rank's rows, or of rows in the workspace.
+  static __device__ auto ScalesOf(const Args& args, const CallContext& call, int32_t row_block,
                                   Tile tile) {
     const Columns columns = ColumnsOf(args, Tile{0, tile.n});
+    const Span s = SpanOf(args, row_block);
     const int64_t k_blocks = CeilDiv<int64_t>(args.k, Config::kTileK), n = args.n[columns.weight];
-    std::conditional_t<kGathers, BlockScalesOf<ArrivingRowScales>, ScalesOfTile<Config>> scales;
-    if constexpr (kGathers) {
-      scales.rows = RowScalesOf(args, call.epoch,
-                                static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64);
+    ScaleSource<Config, kGathers> scales;
+    if (!kGathers || s.first >= s.last || IsLocal(args, s)) {
+      const int64_t before = args.view.rank * args.rows.PerRank();
+      scales.SetRows(args.x_scale, Rows{1, 1, args.rows.PerRank()}, s.first - before, k_blocks);
     } else {
-      scales.rows.Set(args.x_scale, args.rows,
-                      static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64, k_blocks);
+      scales.SetPanel(KPanelScales(args, call.epoch, args.view.rank, row_block, 0),
+                      args.layout.ScaleRows());
     }
     if constexpr (Config::kScales == Scales::kOfVectors) {
-      scales.SetColumns(smem, m64, args.w_scale[columns.weight], columns.n0, n);
-    } else if (Config::kTwoWeights && args.gated) {
-      const int64_t at = Quotient(columns.n0, kScaleBlock) * k_blocks;
-      scales.left = args.w_scale[0] + at;
-      scales.right = args.w_scale[1] + at;
-      scales.boundary = Config::kTileN / 2;
+      scales.SetVectors(args.w_scale[columns.weight], columns.n0, n);
     } else {
-      scales.SetColumns(args.w_scale[columns.weight], columns.n0, n, Config::kTileN, k_blocks);
-    }
-    if constexpr (Config::kClusterK > 1) {
-      scales.Skip(SplitOfK<Config>(args.k, tile.split).begin / Config::kTileK);
+      const bool gated = Config::kTwoWeights && args.gated;
+      scales.SetColumns(args.w_scale[columns.weight], columns.n0, n, k_blocks,
+                        gated ? args.w_scale[1] : nullptr);
     }
     return scales;
   }
@@ -240,11 +212,20 @@ struct AllGatherMatmulSm90 {
       template <typename Block>
       __device__ __forceinline__ void operator()(const Block& block) const {
         if (columns == nullptr) return;
-        ArrivingRowScales rows = RowScalesOf(args, epoch, row0);
-        rows.counter = block.staging.smem.KBlocksArrived();
-        rows.Acquire();
-        const RowScales::Entry entry = rows.At(0);
-        ScaleM64s<kColumns, kFirst>(&block.acc, {entry.low}, {entry.high}, columns, block.place.n0,
+        const Span s = SpanOf(args, static_cast<int32_t>(row0 / Config::kTileM));
+        const bool is_local = IsLocal(args, s);
+        const float* rows = is_local
+                                ? args.x_scale + (s.first - args.view.rank * args.rows.PerRank())
+                                : KPanelScales(args, epoch, args.view.rank,
+                                               static_cast<int32_t>(row0 / Config::kTileM), 0);
+        // A row past the last has its scale; nobody stores what it multiplies.
+        const int thread = threadIdx.x % 128;
+        const int64_t low = row0 - s.first + 16 * (thread / 32) + thread % 32 / 4;
+        const int64_t last = s.last - 1 - s.first;
+        ptx::LoadSharedAcquire(block.staging.smem.KBlocksArrived());
+        // A line of L1 may be older than what has arrived.
+        ScaleM64s<kColumns, kFirst>(&block.acc, {__ldcg(rows + Min(low, last))},
+                                    {__ldcg(rows + Min(low + 8, last))}, columns, block.place.n0,
                                     block.place.Columns());
       }
     };

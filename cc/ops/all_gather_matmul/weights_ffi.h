@@ -151,7 +151,7 @@ inline bool CanTake(const GemmChoice& c, const AllGatherMatmulParams& p,
   const bool gate = c.tile_n % 128 == 0 && c.splits == 1;
   return SharesK(c, p.rows.Total(), p.k * SizeOf(p.dtype), kGatherSplits) &&
          (!operands.gated || gate) && (operands.scales != Scales::kOfVectors || !operands.gated) &&
-         ForScales(c, operands.scales, operands.gated, kGatherSplits) == c;
+         ForScales(c, operands.scales, /*gates=*/true, kGatherSplits) == c;
 }
 
 }  // namespace jflux

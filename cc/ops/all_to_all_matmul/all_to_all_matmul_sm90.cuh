@@ -245,14 +245,13 @@ struct AllToAllMatmulSm90 {
   }
 
   // With kBlockScales. Where there are several terms, each has whole blocks.
-  static __device__ BlockScales ScalesOf(const Args& args, const CallContext&,
-                                         const GemmSmem<Config>&, int32_t row_block, int m64,
-                                         Tile tile) {
+  static __device__ ScaleSource<Config> ScalesOf(const Args& args, const CallContext&,
+                                                 int32_t row_block, Tile tile) {
     const ScaledRows of_y = ScaledRowsOf(args, PlaceOf(args, row_block));
-    BlockScales scales;
-    scales.rows.Set(args.x_scale, of_y.rows, of_y.first + m64 * 64, args.scale_entries);
+    ScaleSource<Config> scales;
+    scales.SetRows(args.x_scale, of_y.rows, of_y.first, args.scale_entries);
     scales.SetColumns(args.w_scale, static_cast<int64_t>(tile.n) * Config::kTileN, args.n,
-                      Config::kTileN, args.scale_entries);
+                      args.scale_entries);
     return scales;
   }
 

@@ -109,7 +109,8 @@ inline constexpr GemmChoice kGroupedCompiled[] = {
 // Those of operands of 8 bits, by their scales. One of two CTAs reads w half as often, which blocks
 // need: their tiles are narrower.
 inline constexpr GemmChoice kGroupedOfSums[] = {{256, 2, 8}, {256, 1, 16}, {128, 1, 16}};
-inline constexpr GemmChoice kGroupedOfBlocks[] = {{192, 2, 8}, {128, 2, 8}, {128, 1, 16}};
+inline constexpr GemmChoice kGroupedOfBlocks[] = {
+    {256, 2, 8}, {192, 2, 8}, {128, 2, 8}, {128, 1, 16}};
 // With either scales, of which results are quantised.
 inline constexpr GemmChoice kGroupedQuantizing[] = {{kQuantizingTile, 2, 8},
                                                     {kQuantizingTile, 1, 16}};
@@ -163,16 +164,18 @@ inline bool HasFewRows(int64_t m, int64_t groups) { return m <= 64 * groups; }
 // most at once. On one H100 this choice was 0.9 % slower than the fastest kernel on average over 48
 // products of six shapes (docs/experiments/0036).
 inline double EstimateGroupedCost(const GemmChoice& c, int64_t m, int64_t groups, int64_t tile_rows,
-                                  int64_t n, int64_t k_bytes, const Machine& machine) {
+                                  int64_t n, int64_t k_bytes, const Machine& machine,
+                                  const TileCosts& costs = kGatherCosts) {
   if (HasFewRows(m, groups)) return c.cluster_m == 1 ? -c.tile_n : 0;
-  return EstimateCost(c, tile_rows, n, k_bytes, machine) * (c.cluster_m == 2 ? 0.957 : 1);
+  return EstimateCost(c, tile_rows, n, k_bytes, machine, costs) * (c.cluster_m == 2 ? 0.957 : 1);
 }
 
 inline GemmChoice ChooseGrouped(const GroupedMatmulParams& p, const Machine& machine) {
   const auto cost = [&](const GemmChoice& c) {
     const int64_t past_the_end = p.groups * kGemmTileM * c.cluster_m * 2 / 5;
     return EstimateGroupedCost(c, p.m, p.groups, p.m + past_the_end, p.n * p.Weights(),
-                               p.k * SizeOf(p.dtype), machine);
+                               p.k * SizeOf(p.dtype), machine,
+                               p.scales == Scales::kOfBlocks ? kGatherCostsOfBlocks : kGatherCosts);
   };
   return CheapestGrouped(p.gated, p.tile, cost, p.scales, p.quantize != Quantizing::kNone);
 }

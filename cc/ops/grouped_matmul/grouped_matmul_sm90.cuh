@@ -325,23 +325,16 @@ struct GroupedMatmulScaledSm90 : GroupedMatmulSm90<Config_, GroupedMatmulScaledA
     __device__ int64_t Actual(int64_t row) const { return row; }
   };
   // With kBlockScales.
-  static __device__ ScalesOfTile<Config> ScalesOf(const Args& args, const CallContext&,
-                                                  const GemmSmem<Config>&, int32_t row_block,
-                                                  int m64, Tile tile) {
+  static __device__ ScaleSource<Config> ScalesOf(const Args& args, const CallContext&,
+                                                 int32_t row_block, Tile tile) {
     const int64_t k_blocks = CeilDiv(args.k, Config::kTileK);
     const int32_t n_blocks = CeilDiv(args.n, kScaleBlock), n0 = Base::FirstColumnOf(args, tile);
     const int64_t group = Base::GroupOf(args, tile) * n_blocks * k_blocks;
-    ScalesOfTile<Config> scales;
-    scales.rows.Set(args.x_scale, RowsOfGroup{tile.split}, Base::RowOf(row_block) + m64 * 64,
-                    k_blocks);
-    if (Config::kTwoWeights && args.gated) {
-      const int64_t at = group + n0 / kScaleBlock * k_blocks;
-      scales.left = args.w_scale[0] + at;
-      scales.right = args.w_scale[1] + at;
-      scales.boundary = Base::kHalf;
-    } else {
-      scales.SetColumns(args.w_scale[0] + group, n0, args.n, Config::kTileN, k_blocks);
-    }
+    ScaleSource<Config> scales;
+    scales.SetRows(args.x_scale, RowsOfGroup{tile.split}, Base::RowOf(row_block), k_blocks);
+    const bool gated = Config::kTwoWeights && args.gated;
+    scales.SetColumns(args.w_scale[0] + group, n0, args.n, k_blocks,
+                      gated ? args.w_scale[1] + group : nullptr);
     return scales;
   }
 };

@@ -24,7 +24,7 @@ inline GemmChoice ChooseMatmul(const AllGatherMatmulParams& p,
                                const std::optional<GemmChoice>& given, const Machine& machine) {
   const GemmChoice wanted = given ? *given
                                   : ChooseAllGather(/*world=*/1, p.rows.Total(), p.n, p.k, p.dtype,
-                                                    machine, p.transpose_rhs);
+                                                    machine, p.transpose_rhs, operands.scales);
   return FitWeights(wanted, p, operands.gated, operands.scales,
                     operands.quantize != Quantizing::kNone, machine);
 }

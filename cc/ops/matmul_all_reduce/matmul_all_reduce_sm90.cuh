@@ -271,12 +271,12 @@ struct FewRowsSm90 {
   }
 
   // With kBlockScales.
-  static __device__ BlockScales ScalesOf(const Args& args, const CallContext&,
-                                         const GemmSmem<Config>&, int32_t, int m64, Tile tile) {
+  static __device__ ScaleSource<Config> ScalesOf(const Args& args, const CallContext&, int32_t,
+                                                 Tile tile) {
     const int64_t k_blocks = CeilDiv<int64_t>(args.k, Config::kTileK);
-    BlockScales scales;
-    scales.rows.Set(args.x_scale, Rows{1, 1, args.rows}, m64 * 64, k_blocks);
-    scales.SetColumns(args.w_scale, FirstColumn<Config>(tile), args.n, Config::kTileN, k_blocks);
+    ScaleSource<Config> scales;
+    scales.SetRows(args.x_scale, Rows{1, 1, args.rows}, 0, k_blocks);
+    scales.SetColumns(args.w_scale, FirstColumn<Config>(tile), args.n, k_blocks);
     return scales;
   }
 

@@ -145,15 +145,14 @@ struct MatmulAllToAllSm90 {
   }
 
   // With kBlockScales. A shard of columns has whole blocks.
-  static __device__ BlockScales ScalesOf(const Args& args, const CallContext&,
-                                         const GemmSmem<Config>&, int32_t row_block, int m64,
-                                         Tile tile) {
+  static __device__ ScaleSource<Config> ScalesOf(const Args& args, const CallContext&,
+                                                 int32_t row_block, Tile tile) {
     const ShardTile at = ShardTileOf(args, row_block, tile.n);
     const Place place = PlaceOf(args, at);
     const int64_t k_blocks = CeilDiv<int64_t>(args.k, Config::kTileK);
-    BlockScales scales;
-    scales.rows.Set(args.x_scale, place.rows, place.row + m64 * 64, k_blocks);
-    scales.SetColumns(args.w_scale, place.column, EndOfColumns(args, at), Config::kTileN, k_blocks);
+    ScaleSource<Config> scales;
+    scales.SetRows(args.x_scale, place.rows, place.row, k_blocks);
+    scales.SetColumns(args.w_scale, place.column, EndOfColumns(args, at), k_blocks);
     return scales;
   }
 

@@ -169,15 +169,14 @@ struct MatmulReduceScatterSm90 {
   }
 
   // With kBlockScales. Terms have whole k-blocks, or there is one.
-  static __device__ BlockScales ScalesOf(const Args& args, const CallContext&,
-                                         const GemmSmem<Config>&, int32_t row_block, int m64,
-                                         Tile tile) {
+  static __device__ ScaleSource<Config> ScalesOf(const Args& args, const CallContext&,
+                                                 int32_t row_block, Tile tile) {
     int64_t k_blocks = 0;
     for (int i = 0; i < args.terms; ++i) k_blocks += CeilDiv<int64_t>(args.k[i], Config::kTileK);
-    BlockScales scales;
-    scales.rows.Set(args.x_scale, args.rows,
-                    static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64, k_blocks);
-    scales.SetColumns(args.w_scale, FirstColumn<Config>(tile), args.n, Config::kTileN, k_blocks);
+    ScaleSource<Config> scales;
+    scales.SetRows(args.x_scale, args.rows, static_cast<int64_t>(row_block) * Config::kTileM,
+                   k_blocks);
+    scales.SetColumns(args.w_scale, FirstColumn<Config>(tile), args.n, k_blocks);
     return scales;
   }
 

@@ -196,6 +196,7 @@ const Case kScaledCases[] = {
     {{2, 1, 100}, 144, 400, true, true, {192, 1, 1}, {}, kOfBlocks},
     {{3, 2, 70}, 272, 272, true, false, {128, 1, 2}, {0, 100}, kOfBlocks, /*float32=*/true},
     {{3, 1, 90}, 400, 656, true, false, {160, 2, 1}, {0, 100}, kOfBlocks},
+    {{2, 1, 150}, 656, 400, true, true, {256, 2, 1}, {0, 100}, kOfBlocks},  // with a lent stage
     {{2, 1, 24}, 528, 144, true, true, {128, 1, 1, 2}, {0, 100}, kOfBlocks},
     {{3, 2, 22}, 656, 144, true, true, {128, 1, 2}, {0, 100}, kOfBlocks},  // two boxes a k-panel
     {{2, 2, 90}, 272, 144, true, true, {192, 1, 1}, {0, 100}, kOfSums},

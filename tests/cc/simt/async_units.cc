@@ -243,12 +243,15 @@ void BulkWait(int pending, bool until_written) {
                 until_written ? "cp.async.bulk.wait_group" : "cp.async.bulk.wait_group.read");
 }
 
-void CopyAsync16(uint32_t smem, const void* global, uint32_t bytes) {
-  if (bytes > 16 || reinterpret_cast<uintptr_t>(global) % 16 != 0) {
+namespace {
+
+// Copies `bytes` bytes to a vector of `size`, whose others become zeros.
+void CopyAsync(uint32_t smem, const void* global, uint32_t bytes, uint32_t size) {
+  if (bytes > size || reinterpret_cast<uintptr_t>(global) % size != 0) {
     Fail("cp.async of %u bytes at %p", bytes, global);
   }
   Thread* thread = current;
-  const SmemPlace to = PlaceOf(smem, 16, 16);
+  const SmemPlace to = PlaceOf(smem, size, size);
   OpenGroup(&thread->copy_groups);
   std::shared_ptr<CopyGroup> group = thread->copy_groups.back();
   ++group->unwritten;
@@ -257,13 +260,20 @@ void CopyAsync16(uint32_t smem, const void* global, uint32_t bytes) {
   Defer([=] {
     CheckLives(to, "cp.async arrives");
     std::memcpy(to.data(), global, bytes);
-    std::memset(to.data() + bytes, 0, 16 - bytes);
-    NoteWrite(to, 16, thread);
+    std::memset(to.data() + bytes, 0, size - bytes);
+    NoteWrite(to, size, thread);
     thread->copies.erase(std::find(thread->copies.begin(), thread->copies.end(), number));
     --group->unwritten;
     Wake(group.get());
     return Step::kDone;
   });
+}
+
+}  // namespace
+
+void CopyAsync4(uint32_t smem, const void* global) { CopyAsync(smem, global, 4, 4); }
+void CopyAsync16(uint32_t smem, const void* global, uint32_t bytes) {
+  CopyAsync(smem, global, bytes, 16);
 }
 
 void CopyAsyncArrive(uint32_t bar) {

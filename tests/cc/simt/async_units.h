@@ -26,6 +26,7 @@ void BulkCommit();
 // Until all groups but the last `pending` have been read, or also written.
 void BulkWait(int pending, bool until_written);
 
+void CopyAsync4(uint32_t smem, const void* global);
 void CopyAsync16(uint32_t smem, const void* global, uint32_t bytes);
 void CopyAsyncArrive(uint32_t bar);
 void CopyAsyncCommit();

@@ -117,6 +117,7 @@ TEST(MultipliesAndScales) {
       {300, 272, 400, {140, 0, 129, 20}, kOfBlocks, {192, 2}},
       {300, 400, 272, {30, 190, 64, 10}, kOfBlocks, {128, 1}},
       {200, 272, 208, {100, 70}, kOfBlocks, {128, 2}, /*gated=*/true},
+      {300, 528, 272, {7, 257, 30}, kOfBlocks, {256, 2}},
   };
   uint32_t seed = 1;
   for (const Case& c : cases) {

@@ -100,6 +100,7 @@ const Case kCases[] = {
     {{2, 1, 256}, 144, 240, kE5M2, true, false, {224, 2, 1}, 0, kLate, kOfSums},
     {{2, 1, 128}, 272, 272, kE4M3, true, true, {192, 1, 1}, /*senders=*/1, kLate, kOfBlocks},
     {{3, 1, 128}, 144, 144, kE4M3, true, false, {128, 2, 0}, 0, {}, kOfBlocks},
+    {{2, 1, 256}, 528, 272, kE4M3, true, false, {192, 2, 1}, 0, kLate, kOfBlocks},
     {{3, 1, 128}, 80, 144, kE4M3, true, false, {128, 1, 1}},
     {{2, 1, 12}, 400, 272, kS8, true, true, {128, 1, 1, 2}, 0, kLate, kOfSums},
     {{2, 1, 60}, 272, 272, kS8, true, false, {128, 1, 1}, 0, {}, kOfSums, false, kF16},

@@ -74,6 +74,7 @@ const Case kCases[] = {
     {{{2, 2, 128}, 80, 240, kE4M3, kBF16, true, true, true}, {224, 2, 1}, 0, {}, kOfSums},
     {{{2, 1, 60}, 272, 208, kE4M3, kBF16, true, true, false}, {192, 1, 1}, 0, kLate, kOfBlocks},
     {{{2, 1, 100}, 272, 128, kE4M3, kBF16, true, false, true}, {160, 2, 1}, 0, {}, kOfBlocks},
+    {{{2, 1, 140}, 528, 272, kE4M3, kBF16, true, true, false}, {192, 2, 1}, 0, kLate, kOfBlocks},
     {{{2, 2, 128}, 144, 144, kE4M3, kBF16, true, true, true}, {128, 1, 1}, 1, {}, kOfBlocks},
     {{{3, 1, 70}, 80, 144, kE4M3, kBF16, true, false, false}, {128, 1, 2}},
     {{{2, 1, 140}, 272, 208, kS8, kF16, true, true, false}, {192, 2, 1}, 0, kLate, kOfSums},

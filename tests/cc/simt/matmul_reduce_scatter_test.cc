@@ -118,6 +118,7 @@ const Case kCases[] = {
     {{3, 1, 24}, 272, 144, kE4M3, kBF16, true, {128, 1, 1, 2}, 0, 0, false, false, kLate, kOfSums},
     {{2, 1, 100}, 144, 400, kE4M3, kF32, true, {192, 1, 1}, 0, 0, false, false, {}, kOfBlocks},
     {{3, 1, 70}, 272, 272, kE4M3, kF32, true, {128, 2, 1}, 0, 0, true, true, kLate, kOfBlocks},
+    {{2, 1, 150}, 528, 400, kE4M3, kF32, true, {192, 2, 1}, 0, 0, true, true, kLate, kOfBlocks},
     {{2, 1, 100}, 128, 208, kE4M3, kF32, true, {192, 1, 1}, 0, 256, false, false, {}, kOfBlocks},
     {{2, 1, 100}, 144, 208, kE5M2, kF16, true, {192, 1, 1}, 0, 0, true, true, {}, kOfSums},
     {{3, 1, 70}, 272, 272, kE5M2, kF32, true, {128, 1, 1}, 0, 0, false, false, {}, kOfBlocks},

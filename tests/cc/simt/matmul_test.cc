@@ -137,6 +137,8 @@ TEST(MultipliesAndScales) {
       {150, 144, {400, 336}, kOfBlocks, {192, 1, 2}},  // tiles over two blocks of columns
       {300, 400, {656}, kOfBlocks, {160, 2, 1}},
       {70, 272, {272, 272}, kOfBlocks, {128, 2, 1}, /*gated=*/true},
+      {300, 656, {272, 384}, kOfBlocks, {256, 2, 1}},  // with a lent stage
+      {150, 144, {272, 272}, kOfBlocks, {256, 2, 1}, /*gated=*/true},
       {300, 400, {208, 656}, Scales::kOfVectors, {128, 2, 1}},
       {150, 1040, {400}, Scales::kOfVectors, {192, 1, 1}},
       {1000, 272, {1264}, Scales::kOfVectors, {128, 1, 1}},  // many tiles of three k-blocks

@@ -84,6 +84,7 @@ inline uint32_t LoadSharedAcquire(uint32_t smem) {
   return LoadFrom<uint32_t>(smem);
 }
 inline int32_t LoadShared4(uint32_t smem) { return LoadFrom<int32_t>(smem); }
+inline float LoadSharedFloat(uint32_t smem) { return LoadFrom<float>(smem); }
 inline void StoreShared4(uint32_t smem, int32_t v) { StoreTo(smem, v); }
 inline uint64_t LoadShared8(uint32_t smem) { return LoadFrom<uint64_t>(smem); }
 inline void StoreShared8(uint32_t smem, uint64_t v) { StoreTo(smem, v); }
@@ -150,6 +151,7 @@ inline void FenceProxyAsyncShared() { simt::current->fenced = simt::Now(); }
 
 // ---- copies by single threads -----------------------------------------------------------------
 
+inline void CopyAsync4(uint32_t smem, const void* global) { simt::CopyAsync4(smem, global); }
 inline void CopyAsync16(uint32_t smem, const void* global, uint32_t bytes) {
   simt::CopyAsync16(smem, global, bytes);
 }
