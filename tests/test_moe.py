@@ -35,6 +35,12 @@ def choices(draw):
     return rng.integers(low, high, (tokens, k)).astype(np.int32), experts
 
 
+def drawn_mask(seed, tokens):
+    """bool [T], now and then all or none."""
+    rng = np.random.default_rng(seed)
+    return rng.random(tokens) < rng.choice([0, 0.3, 0.7, 1])
+
+
 def routed(indices, experts, capacity=None):
     """The definition of a routing, by a loop."""
     rows = [[] for _ in range(experts)]
@@ -75,6 +81,23 @@ def test_route(chosen, capacity):
     assert stats.dropped == asked.sum() - want.counts.sum()
     assert stats.unassigned == (indices < 0).sum()
     assert all(a.dtype == np.int32 for a in stats)
+
+
+@given(choices(), st.integers(0, 1 << 16), st.sampled_from([None, 2]))
+@examples(12)
+def test_statistics_of_real_tokens(chosen, seed, capacity):
+    """Also where the routing has rows of the others, which then are none of the dropped."""
+    indices, experts = chosen
+    mask = drawn_mask(seed, len(indices))
+    for routed_as in (indices, np.where(mask[:, None], indices, -1)):
+        routing = moe.route(routed_as, experts, capacity=capacity)
+        stats = moe.statistics(indices, routing, mask=mask)
+        rows = np.asarray(routing.destination)[mask]
+        real = indices[mask]
+        asked = np.bincount(real[real >= 0], minlength=experts)
+        np.testing.assert_array_equal(stats.tokens_per_expert, asked)
+        assert stats.dropped == ((real >= 0) & (rows < 0)).sum()
+        assert stats.unassigned == (real < 0).sum()
 
 
 def test_route_takes_any_integers_and_no_tokens():
@@ -376,6 +399,50 @@ def test_scores_that_vanish():
         np.testing.assert_allclose(gradient, [[0.25, -0.25, 0]] * 3, err_msg=name)
 
 
+def of_gates(logits, mask):
+    """(indices, weights) of every gate, and weights of another scale, by name."""
+    limited = functools.partial(
+        moe.group_limited_top_k, logits, 3, num_groups=4, top_groups=2, mask=mask
+    )
+    bias = jnp.linspace(-1.0, 1.0, 12)
+    return {
+        "softmax": moe.top_k_softmax(logits, 3, mask=mask),
+        "of all": moe.top_k_softmax(logits, 3, normalize=False, scale=2.0, mask=mask),
+        "sigmoid": moe.top_k_sigmoid(logits, 3, bias=bias, mask=mask),
+        "groups": limited(score="sigmoid", bias=bias),
+        "groups softmax": limited(score="softmax", normalize=False),
+    }
+
+
+@jax.jit
+def gates_and_gradients(logits, mask, ct):
+    def weights(logits):
+        found = of_gates(logits, mask)
+        return {name: w for name, (_, w) in found.items()}, found
+
+    _, pull, found = jax.vjp(weights, logits, has_aux=True)
+    return found, pull(dict.fromkeys(found, ct))[0]
+
+
+@given(st.integers(0, 1 << 16), st.sampled_from([np.nan, np.inf, -np.inf]))
+@examples(12)
+def test_gates_of_real_tokens(seed, padding):
+    mask = drawn_mask(seed, 7)
+    with X64():
+        logits = logits_of(seed)
+        ct = np.random.default_rng(seed + 1).normal(size=(7, 3))
+        want, slope = gates_and_gradients(logits, None, np.where(mask[:, None], ct, 0))
+        given, ct = (np.where(mask[:, None], a, padding) for a in (logits, ct))
+        found, gradient = gates_and_gradients(given, mask, ct)
+        for name, (indices, weights) in found.items():
+            assert (indices.dtype, weights.dtype) == (np.int32, np.float64), name
+            np.testing.assert_array_equal(indices[mask], want[name][0][mask], name)
+            np.testing.assert_array_equal(weights[mask], want[name][1][mask], name)
+            assert (indices[~mask] == -1).all() and (weights[~mask] == 0).all(), name
+        np.testing.assert_allclose(gradient[mask], slope[mask], rtol=1e-12, atol=1e-12)
+        assert not np.asarray(gradient)[~mask].any()
+
+
 def test_gates_check_their_operands():
     logits = np.zeros((3, 8), np.float32)
     with pytest.raises(ValueError, match="k=9 must be from 1 to the 8 experts"):
@@ -395,6 +462,10 @@ def test_gates_check_their_operands():
         limited(num_groups=8, top_groups=1)
     with pytest.raises(ValueError, match="score='tanh'"):
         limited(num_groups=2, top_groups=1, score="tanh")
+    with pytest.raises(TypeError, match="top_k_softmax: mask must be bool, .*, got float32"):
+        moe.top_k_softmax(logits, 2, mask=np.ones(3, np.float32))
+    with pytest.raises(ValueError, match=r"mask must have shape \(3,\), .*, got \(3, 8\)"):
+        limited(num_groups=2, top_groups=1, mask=np.ones((3, 8), bool))
 
 
 # ---- Losses --------------------------------------------------------------------------------------
@@ -426,47 +497,104 @@ def test_z_loss():
         check_grads(jax.jit(moe.z_loss), (logits,), 1, ["fwd", "rev"])
 
 
-def losses(logits, indices, axis_name=None):
-    balance = moe.load_balancing_loss(logits, indices, axis_name=axis_name)
-    return balance + moe.z_loss(logits, axis_name=axis_name)
+def losses(logits, indices, axis_name=None, mask=None):
+    balance = moe.load_balancing_loss(logits, indices, axis_name=axis_name, mask=mask)
+    return balance + moe.z_loss(logits, axis_name=axis_name, mask=mask)
 
 
-def test_losses_over_ranks_are_those_of_all_tokens():
-    mesh = make_mesh((2,), ("dp",))
+def dense_losses(logits, indices, mask):
+    """Both by the definition: a one-hot form of all tokens, of which numbers say which count."""
+    hot = jax.nn.one_hot(indices, logits.shape[1], dtype=logits.dtype)  # -1: zeros
+    real = mask.astype(logits.dtype)
+    chooses = real * jnp.max(hot, (1, 2))
+    tokens, choosing = jnp.maximum(real.sum(), 1), jnp.maximum(chooses.sum(), 1)
+    f = jnp.einsum("t,tke->e", real, hot) / choosing
+    p = chooses @ jax.nn.softmax(logits) / choosing
+    z = jnp.log(jnp.sum(jnp.exp(logits), -1))
+    return logits.shape[1] * jnp.sum(f * p) + jnp.sum(real * z**2) / tokens
+
+
+def drawn_tokens(seed, tokens=8):
+    """(logits, indices with -1 and with tokens of nothing else, mask), 3 choices of 5 experts."""
+    rng = np.random.default_rng(seed)
+    indices = rng.integers(-1, 5, (tokens, 3)).astype(np.int32)
+    indices[rng.random(tokens) < 0.3] = -1
+    return rng.normal(size=(tokens, 5)), indices, drawn_mask(seed + 1, tokens)
+
+
+with_gradient = jax.jit(jax.value_and_grad(losses), static_argnums=2)
+dense_with_gradient = jax.jit(jax.value_and_grad(dense_losses))
+
+
+@given(st.integers(0, 1 << 16), st.sampled_from([np.nan, np.inf, -np.inf]))
+@examples(25)
+def test_losses_of_real_tokens(seed, padding):
     with X64():
-        logits = logits_of(11, tokens=8, experts=4)
+        logits, indices, mask = drawn_tokens(seed)
+        want, slope = dense_with_gradient(logits, indices, mask)
+        given = np.where(mask[:, None], logits, padding)
+        loss, gradient = with_gradient(given, indices, None, mask)
+        np.testing.assert_allclose(loss, want, rtol=1e-12)
+        np.testing.assert_allclose(gradient, slope, rtol=1e-12, atol=1e-12)
+        assert not np.asarray(gradient)[~mask].any()
+
+
+def test_choices_of_no_expert_are_no_tokens():
+    """Whether a mask says so too or not."""
+    with X64():
+        logits = logits_of(13, tokens=6, experts=4)
         indices = best(logits, 2).astype(np.int32)
+        want = moe.load_balancing_loss(logits[:4], indices[:4])
+        logits[4:], indices[4:] = np.nan, -1
+        for mask in (None, np.arange(6) < 4):
+            loss, slope = jax.value_and_grad(moe.load_balancing_loss)(logits, indices, mask=mask)
+            np.testing.assert_allclose(loss, want, rtol=1e-12)
+            assert np.asarray(slope[:4]).all() and not np.asarray(slope[4:]).any()
+        none = functools.partial(losses, mask=np.zeros(6, bool))
+        loss, slope = jax.value_and_grad(none)(logits, indices)
+        assert loss == 0 and not np.asarray(slope).any()
 
-        split = jax.shard_map(
-            functools.partial(losses, axis_name="dp"), mesh=mesh, in_specs=P("dp"), out_specs=P()
-        )
-        split = jax.jit(split)
-        np.testing.assert_allclose(split(logits, indices), losses(logits, indices))
-        np.testing.assert_allclose(
-            jax.grad(split)(logits, indices), jax.grad(losses)(logits, indices), atol=1e-12
-        )
 
-
-def test_losses_over_ranks_of_which_some_have_the_same_tokens():
-    """Split over one of the axes, or over none: gradients too, with types and without."""
+@functools.cache
+def losses_over_ranks():
+    """Tokens are split over "dp"; along "ep" they are the same, the mask too or not."""
     mesh = make_mesh((2, 2), ("dp", "ep"))
+
+    def over(mask_spec, check_vma):
+        def call(logits, indices, mask):
+            return losses(logits, indices, ("dp", "ep"), mask.reshape(-1))
+
+        specs = (P("dp"), P("dp"), mask_spec)
+        f = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
+        return jax.value_and_grad(f)
+
+    @jax.jit
+    def all_ways(logits, indices, mask, own):
+        return [
+            over(P("dp"), True)(logits, indices, mask),
+            over(P("dp"), False)(logits, indices, mask),
+            over(P("dp", "ep"), True)(logits, indices, own),
+        ]
+
+    return all_ways
+
+
+@given(st.integers(0, 1 << 16))
+@examples(12)
+def test_losses_of_real_tokens_over_ranks(seed):
+    """A mean over all real tokens, of which ranks have different numbers, or none."""
     with X64():
-        logits = logits_of(12, tokens=4, experts=3)
-        indices = best(logits, 2).astype(np.int32)
-
-        def over_ranks(logits, indices):
-            ranks = functools.partial(
-                jax.shard_map, functools.partial(losses, axis_name=("dp", "ep")), mesh=mesh,
-                out_specs=P(),
-            )  # fmt: skip
-            calls = [ranks(in_specs=spec) for spec in (P("dp"), P())]
-            calls.append(ranks(in_specs=P("dp"), check_vma=False))
-            return [jax.value_and_grad(f)(logits, indices) for f in calls]
-
-        want, slope = jax.value_and_grad(losses)(logits, indices)
-        for loss, gradient in jax.jit(over_ranks)(logits, indices):
-            np.testing.assert_allclose(loss, want)
-            np.testing.assert_allclose(gradient, slope, atol=1e-12)
+        logits, indices, mask = drawn_tokens(seed)
+        own = np.random.default_rng(seed + 2).random((8, 2)) < 0.5
+        given = np.where((mask | own.any(1))[:, None], logits, np.nan)
+        found = losses_over_ranks()(given, indices, mask, own)
+        want = dense_with_gradient(logits, indices, mask)
+        twice = (np.concatenate([a, a]) for a in (logits, indices))
+        loss, slope = dense_with_gradient(*twice, own.T.reshape(-1))
+        apart = loss, slope[:8] + slope[8:]
+        for got, exact in zip(found, (want, want, apart), strict=True):
+            np.testing.assert_allclose(got[0], exact[0], rtol=1e-12)
+            np.testing.assert_allclose(got[1], exact[1], rtol=1e-12, atol=1e-12)
 
 
 def test_losses_check_their_operands():
@@ -475,3 +603,10 @@ def test_losses_check_their_operands():
         moe.load_balancing_loss(logits, np.zeros((4, 2), np.int32))
     with pytest.raises(ValueError, match=r"z_loss: logits must have shape \[T, E\], got \(8,\)"):
         moe.z_loss(logits[0])
+    with pytest.raises(TypeError, match="z_loss: mask must be bool, True for .*, got int32"):
+        moe.z_loss(logits, mask=np.ones(3, np.int32))
+    indices = np.zeros((3, 2), np.int32)
+    with pytest.raises(ValueError, match=r"load_balancing_loss: mask must have shape \(3,\)"):
+        moe.load_balancing_loss(logits, indices, mask=np.ones(4, bool))
+    with pytest.raises(ValueError, match=r"statistics: mask must have shape \(3,\)"):
+        moe.statistics(indices, moe.route(indices, 8), mask=np.ones((3, 2), bool))

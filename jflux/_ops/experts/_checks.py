@@ -59,6 +59,18 @@ def check_weights(op: str, weights: Any, shape: tuple[int, ...]) -> jax.Array:
     return weights
 
 
+def check_mask(op: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
+    """A mask of tokens, of which there are this shape; True is a real token."""
+    mask = jnp.asarray(mask)
+    if mask.dtype != bool:
+        raise TypeError(f"{op}: mask must be bool, True for real tokens, got {mask.dtype}")
+    if mask.shape != shape:
+        raise ValueError(
+            f"{op}: mask must have shape {shape}, one entry for each token, got {mask.shape}"
+        )
+    return mask
+
+
 def check_axes(op: str, axis_name: AxisName, of_dispatch: tuple[Any, ...]) -> None:
     """Refuses a combine over other axes than its dispatch, or over these in another order. It could
     be a valid exchange, but it would move the wrong rows."""

@@ -1,7 +1,8 @@
 """Gates: which experts a token takes, and with which weights, as functions of the router's logits.
 
 All compute in float32 (float64 for float64). Ties go to the lower index, so that every rank chooses
-the same. Weights are differentiable; choices are not.
+the same. Weights are differentiable; choices are not. Tokens that a mask leaves out, such as
+padding, choose no expert: -1, with the weight 0. Their logits may be NaN, and have gradient zero.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._call import local_ops
+from ..._call import local_ops, value_checks
 from .._epilogue import in_rows, sum_dtype
+from ._checks import check_mask
 
 
 def top_k_softmax(
-    logits: jax.Array, k: int, *, normalize: bool = True, scale: float = 1.0
+    logits: jax.Array,
+    k: int,
+    *,
+    normalize: bool = True,
+    scale: float = 1.0,
+    mask: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The k largest logits, and their softmax: Mixtral (arXiv 2401.04088, section 2.1), and with
     ``normalize=False`` Switch Transformers (arXiv 2101.03961, equation 2).
@@ -28,16 +35,17 @@ def top_k_softmax(
       normalize: the weights of a token sum to 1: the softmax is over its k logits. False: over all
         E. (Qwen3-MoE calls it ``norm_topk_prob``.)
       scale: multiplies the weights.
+      mask: bool [T]; False: the token chooses -1 with the weight 0. None: all are real.
 
     Returns:
       (indices i32 [T, k], best first; weights [T, k], float32 or float64).
 
     Raises:
-      ValueError, TypeError: logits that are not floating [T, E], or a k that does not fit.
+      ValueError, TypeError: logits that are not floating [T, E], or a k or mask that does not fit.
     """
-    logits = _checked("top_k_softmax", logits, k)
+    logits, mask = _checked("top_k_softmax", logits, k, mask)
     _, indices = lax.top_k(logits, k)
-    return indices.astype(jnp.int32), _weights("softmax", logits, indices, normalize, scale)
+    return of_real_tokens(indices, _weights("softmax", logits, indices, normalize, scale), mask)
 
 
 def top_k_sigmoid(
@@ -47,6 +55,7 @@ def top_k_sigmoid(
     bias: jax.Array | None = None,
     normalize: bool = True,
     scale: float = 1.0,
+    mask: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The k experts with the largest ``sigmoid(logits) + bias``, weighted by the sigmoids without
     the bias: DeepSeek-V3 (arXiv 2412.19437, equations 13 to 16).
@@ -57,6 +66,7 @@ def top_k_sigmoid(
       bias: [E], for the choice alone: it has gradient zero, and balances experts without a loss.
       normalize: the weights of a token sum to `scale`.
       scale: multiplies the weights.
+      mask: bool [T]; False: the token chooses -1 with the weight 0. None: all are real.
 
     Returns:
       (indices i32 [T, k], best first; weights [T, k], float32 or float64).
@@ -64,9 +74,9 @@ def top_k_sigmoid(
     Raises:
       ValueError, TypeError: operands that do not fit.
     """
-    logits = _checked("top_k_sigmoid", logits, k)
+    logits, mask = _checked("top_k_sigmoid", logits, k, mask)
     _, indices = lax.top_k(_biased("top_k_sigmoid", jax.nn.sigmoid(logits), bias), k)
-    return indices.astype(jnp.int32), _weights("sigmoid", logits, indices, normalize, scale)
+    return of_real_tokens(indices, _weights("sigmoid", logits, indices, normalize, scale), mask)
 
 
 def group_limited_top_k(
@@ -79,6 +89,7 @@ def group_limited_top_k(
     bias: jax.Array | None = None,
     normalize: bool = True,
     scale: float = 1.0,
+    mask: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The k best experts of the `top_groups` best groups, so that a token's experts are on few
     ranks. Groups are E / num_groups experts that follow each other.
@@ -94,7 +105,7 @@ def group_limited_top_k(
       num_groups: a divisor of E.
       top_groups: groups that a token may use, at most num_groups.
       score: "sigmoid" or "softmax".
-      bias, normalize, scale: as in :func:`top_k_sigmoid`.
+      bias, normalize, scale, mask: as in :func:`top_k_sigmoid`.
 
     Returns:
       (indices i32 [T, k], best first; weights [T, k], float32 or float64).
@@ -103,7 +114,7 @@ def group_limited_top_k(
       ValueError, TypeError: operands that do not fit.
     """
     op = "group_limited_top_k"
-    logits = _checked(op, logits, k)
+    logits, mask = _checked(op, logits, k, mask)
     tokens, experts = logits.shape
     if score not in ("sigmoid", "softmax"):
         raise ValueError(f"jflux.moe.{op}: {score=} must be 'sigmoid' or 'softmax'")
@@ -122,11 +133,22 @@ def group_limited_top_k(
     allowed = jnp.any(jax.nn.one_hot(groups, num_groups, dtype=bool), 1)
     grouped = jnp.where(allowed[:, :, None], grouped, -jnp.inf)
     _, indices = lax.top_k(grouped.reshape(tokens, experts), k)
-    return indices.astype(jnp.int32), _weights(score, logits, indices, normalize, scale)
+    return of_real_tokens(indices, _weights(score, logits, indices, normalize, scale), mask)
 
 
-def _checked(op: str, logits: Any, k: int) -> jax.Array:
-    """The logits in the type to compute in."""
+def of_real_tokens(
+    indices: jax.Array, weights: jax.Array, mask: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """(indices i32 [T, k], weights [T, k]) without those of tokens that the mask leaves out."""
+    indices = value_checks.to_int32(indices)
+    if mask is None:
+        return indices, weights
+    real = mask[:, None]
+    return jnp.where(real, indices, -1), jnp.where(real, weights, jnp.zeros((), weights.dtype))
+
+
+def _checked(op: str, logits: Any, k: int, mask: Any) -> tuple[jax.Array, jax.Array | None]:
+    """(the logits in the type to compute in, zeros where the mask leaves a token out; the mask)."""
     local_ops.check_arrays(f"moe.{op}", logits=logits)
     if logits.ndim != 2:
         raise ValueError(f"jflux.moe.{op}: logits must have shape [T, E], got {logits.shape}")
@@ -137,7 +159,12 @@ def _checked(op: str, logits: Any, k: int) -> jax.Array:
             f"jflux.moe.{op}: {k=} must be from 1 to the {logits.shape[1]} experts of logits "
             f"{logits.shape}"
         )
-    return logits.astype(sum_dtype(logits.dtype))
+    wide = logits.astype(sum_dtype(logits.dtype))
+    if mask is None:
+        return wide, None
+    local_ops.check_arrays(f"moe.{op}", mask=mask)
+    mask = check_mask(f"jflux.moe.{op}", mask, logits.shape[:1])
+    return jnp.where(mask[:, None], wide, 0), mask
 
 
 def _biased(op: str, scores: jax.Array, bias: Any) -> jax.Array:

@@ -19,6 +19,7 @@ from ..._call.primitives import make_primitive
 from .._epilogue import sum_dtype
 from ..products import _product
 from . import moe_rows
+from ._checks import check_mask
 
 OP = "moe_route"
 
@@ -109,22 +110,32 @@ def route(topk_indices: jax.Array, num_experts: int, *, capacity: int | None = N
     return Routing(*_primitive.bind(indices, params=params))
 
 
-def statistics(topk_indices: jax.Array, routing: Routing) -> Statistics:
+def statistics(
+    topk_indices: jax.Array, routing: Routing, *, mask: jax.Array | None = None
+) -> Statistics:
     """How the choices were spread, and how many were dropped.
 
     Args:
       topk_indices: [T, k], as :func:`route` took them.
       routing: what it returned.
+      mask: bool [T]; False: not a token, whose slots count for nothing: they are not `unassigned`
+        either. None: all are.
 
     Returns:
       The statistics.
+
+    Raises:
+      ValueError, TypeError: a mask that is not bool [T].
     """
     experts = routing.counts.shape[0]
     indices = value_checks.to_int32(topk_indices)
-    unassigned = jnp.sum(indices == -1, dtype=jnp.int32)
-    kept = jnp.sum(routing.counts, dtype=jnp.int32)
-    dropped = jnp.int32(indices.size) - unassigned - kept
-    return Statistics(count(indices, experts), dropped, unassigned)
+    real = jnp.ones((), bool)
+    if mask is not None:
+        local_ops.check_arrays("moe.statistics", mask=mask)
+        real = check_mask("jflux.moe.statistics", mask, indices.shape[:1])[:, None]
+    unassigned = jnp.sum(real & (indices == -1), dtype=jnp.int32)
+    dropped = jnp.sum(real & (indices != -1) & (routing.destination < 0), dtype=jnp.int32)
+    return Statistics(count(jnp.where(real, indices, -1), experts), dropped, unassigned)
 
 
 def count(topk_indices: jax.Array, num_experts: int) -> jax.Array:
