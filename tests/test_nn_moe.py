@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import LATENCY_HIDING, RANKS, make_mesh
+from harness import LATENCY_HIDING, RANKS, examples, make_mesh
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jflux.nn
@@ -39,37 +41,45 @@ def parameters(seed=0, gated=True, shared=False, bias=False):
 
 def dense(
     x, router, up, down, gate=None, router_bias=None, shared=None, select=moe.top_k_softmax,
-    kept=1.0,
+    kept=1.0, mask=None,
 ):  # fmt: skip
     """The definition: (y, load balancing, z, tokens of each expert, dropped slots). kept: [T, k],
-    0 for slots that are dropped."""
+    0 for slots that are dropped. mask: [..., s], numbers."""
     act = jax.nn.silu
     tokens = x.reshape(-1, D)
     experts = router.shape[1]
+    real = jnp.ones(len(tokens)) if mask is None else mask.reshape(-1).astype(x.dtype)
     logits = tokens @ router
     # The layers compute them in float32.
     indices, weights = select(logits, K, **({} if router_bias is None else {"bias": router_bias}))
-    mask = jnp.einsum("tk,tke->te", weights * kept, jax.nn.one_hot(indices, experts))
+    hot = real[:, None, None] * jax.nn.one_hot(indices, experts)  # -1: zeros
+    share = jnp.einsum("tk,tke->te", weights * kept, hot)
 
     def expert(x, up, down, gate):
         h = act(x @ up) if gate is None else act(x @ gate) * (x @ up)
         return h @ down
 
     each = jax.vmap(expert, (None, 0, 0, None if gate is None else 0))(tokens, up, down, gate)
-    y = jnp.einsum("te,etd->td", mask, each).reshape(x.shape)
+    y = jnp.einsum("te,etd->td", share, each)
     if shared is not None:
-        y += expert(x, shared[0], shared[1], shared[2] if len(shared) > 2 else None)
-    counts = jnp.sum(jax.nn.one_hot(indices, experts), (0, 1))
-    balance = experts * jnp.sum(counts / len(tokens) * jnp.mean(jax.nn.softmax(logits), 0))
-    z = jnp.mean(jax.nn.logsumexp(logits, -1) ** 2)
-    return y, balance, z, counts, jnp.sum(1 - kept * jnp.ones(indices.shape))
+        y += real[:, None] * expert(tokens, *shared[:2], shared[2] if len(shared) > 2 else None)
+    counts = jnp.sum(hot, (0, 1))
+    real = jnp.max(hot, (1, 2))  # losses leave out tokens without an expert
+    number = jnp.maximum(real.sum(), 1)
+    balance = experts * jnp.sum(counts / number * (real @ jax.nn.softmax(logits) / number))
+    z = jnp.sum(real * jax.nn.logsumexp(logits, -1) ** 2) / number
+    dropped = jnp.sum((1 - kept) * jnp.sum(hot, 2))
+    return y.reshape(x.shape), balance, z, counts, dropped
 
 
-def kept_slots(x, params, capacity, groups=1, ep=1, tp=1, select=moe.top_k_softmax):
+def kept_slots(x, params, capacity, groups=1, ep=1, tp=1, select=moe.top_k_softmax, mask=None):
     """[T, k] for `dense`, of x [b, s, d] whose first dimension is split over so many groups and
-    ranks along ep, and the second over those along tp; each group fills its own experts."""
+    ranks along ep, and the second over those along tp; each group fills its own experts. Tokens
+    that the mask leaves out take no place."""
     bias = {} if "router_bias" not in params else {"bias": params["router_bias"]}
-    indices = np.asarray(select(x.reshape(-1, x.shape[-1]) @ params["router"], K, **bias)[0])
+    indices = np.array(select(x.reshape(-1, x.shape[-1]) @ params["router"], K, **bias)[0])
+    if mask is not None:
+        indices[~mask.reshape(-1)] = -1
     b, s = x.shape[:2]
     at = np.arange(b * s).reshape(groups, ep, b // groups // ep, tp, s // tp)
     kept = np.zeros(indices.shape)
@@ -77,8 +87,9 @@ def kept_slots(x, params, capacity, groups=1, ep=1, tp=1, select=moe.top_k_softm
         left = np.full(params["router"].shape[1], capacity)
         for t in tokens:
             for j, expert in enumerate(indices[t]):
-                kept[t, j] = left[expert] > 0
-                left[expert] -= 1
+                if expert >= 0:
+                    kept[t, j] = left[expert] > 0
+                    left[expert] -= 1
     return kept
 
 
@@ -173,6 +184,114 @@ def test_equals_every_expert_on_every_token(mesh, kind, way):
             np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
 
 
+def normalizing(logits, k):
+    """A gate that knows of no mask: of zeros it makes NaN, and so does its derivative."""
+    return moe.top_k_softmax(logits / jnp.sqrt(jnp.sum(logits**2, -1, keepdims=True)), k)
+
+
+def some_choose_nothing(logits, k):
+    """A gate by which some real tokens have no expert, and some one."""
+    indices, weights = moe.top_k_sigmoid(logits, k, normalize=False)
+    return jnp.where(weights > 0.6, indices, -1), weights
+
+
+SELECTS = {
+    "softmax": moe.top_k_softmax,
+    "sigmoid": moe.top_k_sigmoid,
+    "normalizing": normalizing,
+    "some nothing": some_choose_nothing,
+}
+
+
+def masked_total(out, x, mask, ct):
+    """As a model computes it, of tokens alone: beside a residual connection that is NaN elsewhere,
+    so that y's cotangent is NaN there."""
+    terms = jnp.where(mask[..., None], jnp.sin(jax.lax.stop_gradient(x) + out[0]) * ct, 0)
+    return jnp.sum(terms) + out[1] + 0.1 * out[2]
+
+
+@functools.cache
+def masked_layer(mesh, kind, way, select, inside):
+    """(values and gradients of a layer of (x, params, mask, ct), the same of `dense`)."""
+    shape, names, axes, x_spec = MESHES[mesh]
+    options = {"k": K, "select": SELECTS[select], **axes, **dict(way)}
+
+    def layer(x, params, mask):
+        if not inside:
+            return jflux.nn.mixture(
+                x, **params, mask=mask, x_spec=x_spec, mesh=make_mesh(shape, names), **options
+            )
+        ep = axes.get("expert_axis")
+        tp = axes.get("axis_name")
+        columns = P(ep, None, tp)
+        specs = {"router": P(), "up": columns, "gate": columns, "down": P(ep, tp)}
+        if "shared" in params:
+            specs["shared"] = (P(None, tp), P(tp), P(None, tp))
+        own = tuple(name for name in ("data", "ep") if name in names)
+        tokens = P(own or None, tp if axes.get("sequence_parallel", True) else None)
+        more = {"loss_axis": "data"} if "data" in names else {}
+        return jax.shard_map(
+            lambda x, params, mask: jflux.nn.mixture(x, **params, mask=mask, **more, **options),
+            mesh=make_mesh(shape, names), in_specs=(tokens, specs, tokens),
+            out_specs=jflux.nn.MixtureOutput(tokens, *[P()] * 4), check_vma=inside == "typed",
+        )(x, params, mask)  # fmt: skip
+
+    def of(f):
+        def loss(x, params, mask, ct, *kept):
+            out = f(x, params, mask, *kept)
+            return masked_total(out, x, mask, ct), out
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+
+    def exact(x, params, mask, kept):
+        return dense(x, **params, select=SELECTS[select], kept=kept, mask=mask)
+
+    return of(layer), of(exact)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "way", "select", "inside"),
+    [
+        ("both", "shared", GATHER, "normalizing", None),
+        ("both", "shared", DISPATCH | {"capacity": 4}, "softmax", None),
+        ("both", "gated", DISPATCH, "normalizing", "typed"),
+        ("both", "gated", {"capacity": 3}, "softmax", "typed"),
+        ("both whole", "shared", DISPATCH, "some nothing", None),
+        ("both whole", "shared", DISPATCH, "some nothing", "untyped"),
+        ("both whole", "gated", {"capacity": 4}, "some nothing", "typed"),
+        ("tp", "shared", GATHER, "some nothing", "untyped"),
+        ("ep", "shared", DISPATCH | {"capacity": 3}, "sigmoid", "untyped"),
+        ("data", "shared", GATHER, "normalizing", "typed"),
+        ("data and experts", "gated", DISPATCH | {"capacity": 2}, "softmax", None),
+        ("data and experts", "gated", DISPATCH, "some nothing", "typed"),
+    ],
+    ids=str,
+)
+@given(st.integers(0, 1 << 16), st.sampled_from([np.nan, np.inf]))
+@examples(9)
+def test_a_mask_leaves_tokens_out(mesh, kind, way, select, inside, seed, padding):
+    rng = np.random.default_rng(seed)
+    mask = rng.random((B, S)) < rng.choice([0, 0.4, 0.8, 1])
+    real = mask[..., None]
+    with X64():
+        params = parameters(seed, shared=kind == "shared")
+        x, ct = rng.normal(size=(2, B, S, D))
+        kept = np.ones((B * S, K))
+        if "capacity" in way:
+            kept = kept_slots(
+                x, params, way["capacity"], select=SELECTS[select], mask=mask, **SPLIT[mesh]
+            )  # fmt: skip
+        call, exact = masked_layer(mesh, kind, tuple(way.items()), select, inside)
+        (_, want), slopes = exact(x, params, mask, ct, kept)
+        given = np.where(real, x, padding)
+        (_, got), gradients = call(given, params, mask, ct)
+        assert not np.asarray(got.y)[~mask].any() and not np.asarray(gradients[0])[~mask].any()
+        for g, w in zip(got, want, strict=True):
+            np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
+        for g, w in zip(jax.tree.leaves(gradients), jax.tree.leaves(slopes), strict=True):
+            np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("way", [GATHER, DISPATCH], ids=str)
 def test_no_tracer_leaks(way):
     shape, names, options, _ = MESHES["both"]
@@ -209,6 +328,53 @@ def test_tokens_that_some_ranks_have_too_count_once():
         np.testing.assert_allclose(got[1:3], losses, rtol=1e-5)
         np.testing.assert_array_equal(got.tokens_per_expert, counts)
     assert (split.dropped, whole.dropped) == (0, jnp.maximum(2 * counts - 7, 0).sum())
+
+
+@pytest.mark.parametrize("way", [GATHER, DISPATCH], ids=str)
+@pytest.mark.parametrize("split", [("ep",), ("tp",), ()], ids=str)
+def test_tokens_that_vary_over_some_axes(way, split):
+    """Each rank has a y of its own of tokens that others have too, and gradients of all of them.
+    The mask varies over one axis."""
+    mesh, own = make_mesh((2, 2), ("ep", "tp")), P(("ep", "tp"))
+    columns = P("ep", None, "tp")
+    specs = {"router": P(), "up": columns, "gate": columns, "down": P("ep", "tp")}
+    axes = {"expert_axis": "ep", "axis_name": "tp"}
+    rng = np.random.default_rng(7)
+    tokens = 3 * 2 ** len(split)
+    x, ct = rng.normal(size=(tokens, D)), rng.normal(size=(12, D))
+    mask = rng.random(6) < 0.6  # of each rank along ep
+
+    def per_rank(x, params, mask):
+        def one(x, params, mask):
+            out = jflux.nn.mixture(x, **params, k=K, mask=mask, **axes, **way)
+            return out[:4]
+
+        return jax.shard_map(
+            one, mesh=mesh, in_specs=(P(split or None), specs, P("ep")),
+            out_specs=(own, P(), P(), P()),
+        )(x, params, mask)  # fmt: skip
+
+    def exact(x, params, mask):
+        """All ranks' tokens; losses are of those that differ in x or in the mask."""
+        sizes = [2 if name in split else 1 for name in ("ep", "tp")]
+        everyones = jnp.broadcast_to(x.reshape(*sizes, 3, D), (2, 2, 3, D))
+        masks = jnp.broadcast_to(mask.reshape(2, 1, 3), (2, 2, 3))
+        y = dense(everyones, **params, mask=masks)[0].reshape(-1, D)
+        apart = slice(None) if "tp" in split else slice(1)
+        return y, *dense(everyones[:, apart], **params, mask=masks[:, apart])[1:4]
+
+    def with_gradients(f):
+        def loss(x, params):
+            y, balance, z, counts = f(x, params, mask)
+            return jnp.sum(jnp.sin(y) * ct) + balance + z, (y, balance, z, counts)
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+
+    with X64():
+        params = parameters(8)
+        got, want = (with_gradients(f)(x, params) for f in (per_rank, exact))
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", [GATHER, DISPATCH], ids=str)
@@ -358,6 +524,10 @@ def test_options_that_do_not_fit():
         refused(capacity=0)
     with pytest.raises(ValueError, match="chooses among 4 experts, and up .* has 3 on each of 1"):
         jflux.nn.mixture(x, **{**params, "up": params["up"][:3]}, k=K)
+    with pytest.raises(TypeError, match="mixture: mask must be bool, .*, got float32"):
+        refused(mask=x[..., 0])
+    with pytest.raises(ValueError, match=r"mask must have shape \(4, 4\), .*, got \(4,\)"):
+        refused(mask=np.ones(4, bool))
     with pytest.raises(TypeError, match=r"select must return \(indices, weights\), got .* float32"):
         refused(select=jax.lax.top_k)
 
@@ -452,6 +622,46 @@ def test_nnx(way):
     np.testing.assert_allclose(jax.tree.leaves(losses["z"])[0], 0.25 * want[2], rtol=1e-5)
     np.testing.assert_array_equal(jax.tree.leaves(seen["tokens_per_expert"])[0], want[3])
     np.testing.assert_array_equal(jax.tree.leaves(seen["dropped"])[0], want[4])
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_layers_take_a_mask(kind):
+    """On global arrays; what pads is NaN."""
+    pytest.importorskip("flax")
+    from flax import nnx
+
+    from jflux.nn import linen
+    from jflux.nn import nnx as layers
+
+    rng = np.random.default_rng(9)
+    x, mask = rng.normal(size=(B, S, D)).astype(np.float32), rng.random((B, S)) < 0.6
+    given = np.where(mask[..., None], x, np.nan)
+    options = {"expert_axis": "ep", "shared_features": F, "capacity": 4, **WEIGHTS}
+    with jax.set_mesh(make_mesh((2, 2), ("ep", "tp"))):
+        if kind == "linen":
+            layer = linen.MoE(E, F, K, **options)
+            params = jax.jit(layer.init)(jax.random.key(0), x)["params"]
+            apply = functools.partial(layer.apply, mutable=["losses", "intermediates"])
+            y, sown = jax.jit(apply)({"params": params}, given, mask)
+            params = {name: np.asarray(box.unbox()) for name, box in params.items()}
+            sown = sown["losses"] | sown["intermediates"]
+        else:
+            layer = layers.MoE(D, E, F, K, rngs=nnx.Rngs(0), **options)
+            params = {name: np.asarray(getattr(layer, name)[...]) for name in layer.names}
+
+            @nnx.jit
+            def call(layer, x, mask):
+                return layer(x, mask), nnx.pop(layer, (layers.Loss, nnx.Intermediate))
+
+            y, sown = call(layer, given, mask)
+    kept = kept_slots(x, params, 4, ep=2, tp=2, mask=mask)
+    y_want, balance, z, *counts = dense(x, **of_layer(params), kept=kept, mask=mask)
+    assert counts[1] > 0
+    np.testing.assert_allclose(y, y_want, rtol=1e-4, atol=1e-5)
+    wanted = {"load_balancing": 0.5 * balance, "z": 0.25 * z}
+    wanted |= dict(zip(("tokens_per_expert", "dropped"), counts, strict=True))
+    for name, want in wanted.items():
+        np.testing.assert_allclose(jax.tree.leaves(sown[name])[0], want, rtol=1e-5)
 
 
 def test_a_bias_for_the_choice_alone():

@@ -18,7 +18,9 @@ from .._ops import _epilogue, _lax
 from .._ops._recipe import Recipe
 from .._ops.collectives.all_reduce import all_reduce
 from .._ops.collectives.exchange import all_gather, reduce_scatter
-from .._ops.experts import moe_dispatch
+from .._ops.experts import gates, moe_dispatch
+from .._ops.experts._checks import check_mask
+from .._ops.experts.losses import has_expert
 from .._ops.products.grouped_matmul import grouped_matmul
 from .._ranks import global_arrays, meshes
 from .._ranks.meshes import AxisName
@@ -37,7 +39,7 @@ class MixtureOutput(NamedTuple):
     Attributes:
       y: as x.
       load_balancing: [], :func:`jflux.moe.load_balancing_loss` of all tokens.
-      z: [], :func:`jflux.moe.z_loss` of all tokens.
+      z: [], :func:`jflux.moe.z_loss` of all tokens, which are the same: those with an expert.
       tokens_per_expert: i32 [E], slots that chose each expert, of all tokens, with those dropped.
       dropped: i32 [], slots of all tokens that found no place in their expert's `capacity`.
     """
@@ -68,6 +70,7 @@ def mixture(
     select: Select = moe.top_k_softmax,
     router_bias: jax.Array | None = None,
     shared: Sequence[jax.Array] | None = None,
+    mask: jax.Array | None = None,
     recipe: Recipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
@@ -120,6 +123,10 @@ def mixture(
         a function of ``jflux.moe``, perhaps with options by `functools.partial`.
       router_bias: [E], for the choice alone.
       shared: (up [d, S/N], down [S/N, d]) or (up, down, gate [d, S/N]): an expert of all tokens.
+      mask: bool [..., s/N], as x; False: no token, such as padding. Its x may be NaN and reaches
+        nothing: its y is zero, of `shared` too, its gradients are zeros, and neither losses, counts
+        nor `capacity` know of it. `select` sees zeros in place of its logits, and what it chooses
+        for them does not matter. None: all are tokens.
       recipe: a :class:`jflux.Recipe`, by which the experts' products, and those of `shared`, are
         made in 8 bits; tokens travel, and are chosen for, as without.
       mesh, x_spec: for global arrays, as in :func:`column_parallel`.
@@ -134,9 +141,12 @@ def mixture(
         k, axis_name, expert_axis, sequence_parallel, exchange, capacity, activation, select, recipe
     )
     options.check(x, router)
+    if mask is not None:
+        mask = check_mask("jflux.nn.mixture", mask, x.shape[:-1])
     operands: dict[str, Any] = {
         "x": x, "router": router, "up": up, "down": down, "gate": gate,
         "router_bias": router_bias, "shared": None if shared is None else tuple(shared),
+        "mask": mask,
     }  # fmt: skip
     axes = meshes.axes_of(axis_name, expert_axis)
     if not axes or meshes.is_bound(axes):
@@ -222,6 +232,7 @@ def _over_global_arrays(
         "gate": PartitionSpec(experts, None, columns),
         "down": PartitionSpec(experts, rows, None),
         "router_bias": PartitionSpec(),
+        "mask": PartitionSpec(*list(spec)[:-1]),
     }
     given = dict(operands)
     for i, one in enumerate(given.pop("shared") or ()):
@@ -251,14 +262,18 @@ def _mixture(
     gate: jax.Array | None,
     router_bias: jax.Array | None,
     shared: Sequence[jax.Array] | None,
+    mask: jax.Array | None,
 ) -> MixtureOutput:
     """On one rank."""
     tp, ep = meshes.axes_of(options.axis_name), meshes.axes_of(options.expert_axis)
     split = (*ep, *tp) if options.sequence_parallel else ep
     gathers, capacity = options.exchange == "gather", options.capacity
     _check_experts(router, up, ep)
+    real = None if mask is None else mask.reshape(-1)
+    x = _of_real_tokens(x, mask)
     tokens = x.reshape(-1, x.shape[-1])
     logits = tokens.astype(jnp.float32) @ router.astype(jnp.float32)
+    logits = _of_real_tokens(logits, real)  # what `select` makes of a zero may have no gradient
     bias = {} if router_bias is None else {"bias": router_bias}
     indices, weights = options.select(logits, options.k, **bias)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
@@ -266,6 +281,7 @@ def _mixture(
             "jflux.nn.mixture: select must return (indices, weights), got indices "
             f"{indices.dtype}; jax.lax.top_k returns (values, indices)"
         )
+    indices, weights = gates.of_real_tokens(indices, weights, real)
     losses = _losses(logits, indices, capacity, split, loss_axes)
 
     # Those that see all of their group's tokens before the experts, and sum after them.
@@ -286,7 +302,12 @@ def _mixture(
     y = y.reshape(x.shape)
     if shared is not None:
         y = _epilogue.add(y, [_shared(options, x, shared)])
-    return MixtureOutput(y, *losses)
+    return MixtureOutput(_of_real_tokens(y, mask), *losses)
+
+
+def _of_real_tokens(a: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Zeros in place of other tokens' rows, also backward: where tokens are NaN, gradients are."""
+    return a if mask is None else jnp.where(mask[..., None], a, jnp.zeros((), a.dtype))
 
 
 def _check_experts(router: jax.Array, up: jax.Array, ep: tuple[Any, ...]) -> None:
@@ -309,6 +330,7 @@ def _losses(
     """(load balancing, z, tokens of each expert, dropped slots), of all tokens over these axes.
     Those along `split` share each expert's capacity."""
     over = (*split, *loss_axes)
+    real = has_expert(indices, logits.shape[1])
     tokens = moe.count(indices, logits.shape[1])
     own, others = (meshes.split_over(axes, tokens) for axes in (split, loss_axes))
     tokens = _lax.psum(tokens, own) if own else tokens
@@ -320,7 +342,7 @@ def _losses(
     counts = tokens, jnp.sum(dropped, dtype=jnp.int32)
     return (
         moe.load_balancing_loss(logits, indices, axis_name=over or None),
-        moe.z_loss(logits, axis_name=over or None),
+        moe.z_loss(logits, mask=real, axis_name=over or None),
         *(_lax.psum(counts, others) if others else counts),
     )
 
@@ -402,7 +424,9 @@ def shapes_of(layer: Any, d: int) -> dict[str, tuple[tuple[int, ...], tuple[Any,
     return found
 
 
-def of_layer(layer: Any, x: jax.Array, params: dict[str, jax.Array]) -> MixtureOutput:
+def of_layer(
+    layer: Any, x: jax.Array, params: dict[str, jax.Array], mask: jax.Array | None
+) -> MixtureOutput:
     """The mixture of a layer with these parameters."""
     from ._flax import in_one_type
 
@@ -417,4 +441,4 @@ def of_layer(layer: Any, x: jax.Array, params: dict[str, jax.Array]) -> MixtureO
         name: getattr(layer, name)
         for name in (*(field.name for field in dataclasses.fields(_Options)), "loss_axis", "x_spec")
     }
-    return mixture(x, shared=shared or None, **options, **own, **rest)
+    return mixture(x, shared=shared or None, mask=mask, **options, **own, **rest)

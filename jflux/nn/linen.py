@@ -310,8 +310,9 @@ class MoE(nn.Module):
     axes: Axes = ("expert", "embed", "mlp")
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """The mixture of x [..., s/N, d]; with `expert_axis`, of each rank's own tokens."""
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """The mixture of x [..., s/N, d]; with `expert_axis`, of each rank's own tokens. `mask`,
+        bool [..., s/N], says which of them are tokens, as in :func:`jflux.nn.mixture`."""
         ranks = meshes.axes_of(self.axis_name, self.expert_axis)
 
         def param(name: str, init: Any, axes: Axes, *shape: int) -> jax.Array:
@@ -324,7 +325,7 @@ class MoE(nn.Module):
             name: param(name, inits[len(shape)], axes, *shape)
             for name, (shape, axes) in shapes.items()
         }
-        out = _moe.of_layer(self, x, params)
+        out = _moe.of_layer(self, x, params, mask)
         self.sow("losses", "load_balancing", self.load_balancing_weight * out.load_balancing)
         self.sow("losses", "z", self.z_weight * out.z)
         self.sow("intermediates", "tokens_per_expert", out.tokens_per_expert)

@@ -487,9 +487,11 @@ class MoE(nnx.Module):
             setattr(self, name, _param(value, names, axis_name, rules))
         self.names = tuple(shapes)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """The mixture of x [..., s/N, d]; with `expert_axis`, of each rank's own tokens."""
-        out = _moe.of_layer(self, x, {name: getattr(self, name)[...] for name in self.names})
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """The mixture of x [..., s/N, d]; with `expert_axis`, of each rank's own tokens. `mask`,
+        bool [..., s/N], says which of them are tokens, as in :func:`jflux.nn.mixture`."""
+        params = {name: getattr(self, name)[...] for name in self.names}
+        out = _moe.of_layer(self, x, params, mask)
         if self.sows:
             self.sow(Loss, "load_balancing", self.load_balancing_weight * out.load_balancing)
             self.sow(Loss, "z", self.z_weight * out.z)
