@@ -19,7 +19,6 @@ from jflux import _native, testing
 from jflux._call import local_ops, tuning_tables
 from jflux._call.forms import Call, choose
 from jflux._call.plans import Machine
-from jflux._ops import _lax
 from jflux._ops._epilogue import ACTIVATIONS
 from jflux._ops.products import _grouped_primitives as primitives
 from jflux._stress.calls import HALVES
@@ -462,39 +461,6 @@ def test_types_that_no_kernel_takes():
         y = np.asarray(jflux.grouped_matmul(x, w, s))
     with X64():
         np.testing.assert_array_equal(y, dense(x, w, s))
-
-
-def test_ragged_dot_of_halves_is_a_grouped_product():
-    x, w, s, _ = draw(21, 12, 8, 16, (3, 0, 7), jnp.bfloat16)
-    f = jax.jit(functools.partial(jflux.nn.ragged_dot, precision="highest"))
-    assert "jflux_grouped_matmul" in f.lower(x, w, s).as_text()
-    with X64():
-        assert_close(f(x, w, s), dense(x, w, s), jnp.bfloat16, 8)
-
-
-def test_ragged_dot_in_the_place_of_laxs(monkeypatch):
-    x, w = np.ones((4, 8), np.float32), np.ones((2, 8, 3), np.float32)
-    monkeypatch.setattr(jax.lax, "ragged_dot", jflux.nn.ragged_dot)
-    for lhs, options in ((x, {"precision": "highest"}), (jnp.bfloat16(x), {})):
-        y = jax.lax.ragged_dot(lhs, w, np.array([1, 3]), **options)
-        np.testing.assert_array_equal(y, np.full((4, 3), 8))
-
-
-def test_ragged_dot_is_laxs(monkeypatch):
-    x, w, s, _ = draw(21, 12, 4, 6, (3, 0, 7), jnp.float32)
-    want = np.asarray(jax.lax.ragged_dot(x, w, s))
-    if PLATFORM == "cpu":
-        text = jax.jit(jflux.nn.ragged_dot).lower(x, w, s).as_text()
-        assert "jflux_grouped_matmul" in text
-    np.testing.assert_allclose(jflux.nn.ragged_dot(x, w, s), want, rtol=1e-5, atol=1e-6)
-    for options in ({"precision": "highest"}, {"preferred_element_type": jnp.float32}):
-        got = jflux.nn.ragged_dot(x, w, s, **options)
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    f = jax.jit(functools.partial(jflux.nn.ragged_dot, precision="highest"))
-    assert "jflux_" not in f.lower(x, w, s).as_text()
-    # lax refuses an offset too, for now: what it says is its own.
-    monkeypatch.setattr(_lax, "ragged_dot", lambda *args, **options: options["group_offset"])
-    assert jflux.nn.ragged_dot(x, w, s, group_offset=7) == 7
 
 
 # ---- Errors --------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ all_to_all = lax.all_to_all
 dot_general = lax.dot_general
 psum = lax.psum
 psum_scatter = lax.psum_scatter
-ragged_dot = lax.ragged_dot
 ragged_dot_general = lax.ragged_dot_general
 
 

@@ -8,7 +8,8 @@ into models that exist, as their layers' ``dot_general``; `jflux.nn.qwix` does i
 import importlib
 from typing import TYPE_CHECKING
 
-from .._ops.products.grouped_matmul import ragged_dot as ragged_dot
+from .._ops.products.ragged_dot import ragged_dot as ragged_dot
+from .._ops.products.ragged_dot import ragged_dot_general as ragged_dot_general
 from ._attention import attention as attention
 from ._attention import rotary as rotary
 from ._attention_fn import attention_fn as attention_fn

@@ -9,12 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from ..._call import local_ops, value_checks
-from .. import _epilogue, _lax, _recipe, _scaled
+from .. import _epilogue, _recipe, _scaled
 from .._epilogue import ACTIVATED, PREACTIVATION
 from .._lax import several
 from .._recipe import DelayedScaling, Format, QuantizedWeight, Recipe, Weight
@@ -224,46 +223,6 @@ def _params_of(
     _check_scale(x, row_scale)
     scales = () if row_scale is None else (row_scale.astype(jnp.float32),)
     return Params(transpose_rhs, out, activation, gated, row_scale is not None), scales
-
-
-def ragged_dot(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-    group_offset: jax.Array | None = None,
-    out_sharding: Any = None,
-) -> jax.Array:
-    """`jax.lax.ragged_dot` by :func:`jflux.grouped_matmul`: the same arguments, for models that
-    call it.
-
-    `lax` itself makes the call with a `group_offset` or an `out_sharding`, with operands of
-    different types or of types that no kernel takes, and with a `precision` above the default for
-    float32: the kernels of GPUs have no such products.
-
-    Args:
-      lhs: [m, k].
-      rhs: [g, k, n].
-      group_sizes: [g] integers.
-      precision, preferred_element_type, group_offset, out_sharding: as in `jax.lax.ragged_dot`.
-
-    Returns:
-      [m, n]; rows past the sum of the sizes are zeros if jflux makes the call.
-
-    Raises:
-      ValueError, TypeError: as :func:`jflux.grouped_matmul`, or `jax.lax.ragged_dot`.
-    """
-    default = precision in (None, lax.Precision.DEFAULT, "default")
-    simple = group_offset is None and out_sharding is None
-    same = lhs.dtype == rhs.dtype and lhs.dtype in _product.DTYPES["cpu"]
-    if simple and same and (default or lhs.dtype.itemsize == 2):
-        return grouped_matmul(lhs, rhs, group_sizes, preferred_element_type=preferred_element_type)
-    extra = {} if out_sharding is None else {"out_sharding": out_sharding}
-    return _lax.ragged_dot(
-        lhs, rhs, group_sizes, precision=precision, group_offset=group_offset,
-        preferred_element_type=preferred_element_type, **extra,
-    )  # fmt: skip
 
 
 def check(
