@@ -345,6 +345,39 @@ def test_types_under_check_vma():
     np.testing.assert_allclose(got, want, rtol=1e-11)
 
 
+@pytest.mark.skipif(RANKS < 4, reason="a mesh of four ranks")
+@pytest.mark.parametrize("partial_sums", [False, True])
+def test_operands_that_vary_over_some_axes(partial_sums):
+    """Each is the same along other axes: all ranks' dispatch is of their own tokens, and a gradient
+    is the sum of those along the axes on which its operand is the same."""
+    axes, tokens, k = ("a", "b"), 3, 2
+    mesh, experts = make_mesh((2, 2), axes), 8
+    x, indices, weights = operands(7, "some without", 2, tokens, k, experts)
+    weights, w = weights[0], _weights_of(8, experts)
+    ct = np.random.default_rng(9).standard_normal((2, 2, tokens, w.shape[2]))
+
+    def per_rank(x, weights, w):
+        def one(x, indices, weights, w):
+            y = layer(x[0], indices[0], weights, w, axis_name=axes, partial_sums=partial_sums)
+            return y[None, None]
+
+        f = jax.shard_map(
+            one, mesh=mesh, in_specs=(P("a"), P("b"), P(), P(axes)), out_specs=P("a", "b")
+        )
+        return jnp.sum(f(x, indices, weights, w) * ct)
+
+    def exact(x, weights, w):
+        everyones = (jnp.repeat(x, 2, 0), np.tile(indices, (2, 1, 1)), jnp.stack([weights] * 4))
+        return jnp.sum(dense(*everyones, w, np.ones((4, tokens, k))).reshape(ct.shape) * ct)
+
+    with x64_if(np.float64):
+        got, want = (
+            jax.jit(jax.value_and_grad(f, (0, 1, 2)))(x, weights, w) for f in (per_rank, exact)
+        )
+        for g, a in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(g, a, rtol=1e-11, atol=1e-11)
+
+
 # ---- Forward mode, and derivatives of any order --------------------------------------------------
 
 
