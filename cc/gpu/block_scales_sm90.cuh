@@ -159,17 +159,17 @@ struct StageScales {
     if constexpr (kVectors) {
       low[0] = first;
       high[0] = second;
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int g = 0; g < kGroups; g += 4) {
-      const uint4 word = ptx::LoadShared16(columns + 4 * g);
-      const float of[4] = {__uint_as_float(word.x), __uint_as_float(word.y),
-                           __uint_as_float(word.z), __uint_as_float(word.w)};
+      for (int g = 0; g < kGroups; g += 4) {
+        const uint4 word = ptx::LoadShared16(columns + 4 * g);
+        const float of[4] = {__uint_as_float(word.x), __uint_as_float(word.y),
+                             __uint_as_float(word.z), __uint_as_float(word.w)};
 #pragma unroll
-      for (int i = 0; i < 4 && g + i < kGroups; ++i) {
-        low[g + i] = first * of[i];
-        high[g + i] = second * of[i];
+        for (int i = 0; i < 4 && g + i < kGroups; ++i) {
+          low[g + i] = first * of[i];
+          high[g + i] = second * of[i];
+        }
       }
     }
   }

@@ -129,9 +129,9 @@ struct GemmConfig {
   static constexpr int kBOffset = kStages * kABytes;
   static constexpr int kStagingOffset = kBOffset + kStages * kBBytes;
   static constexpr int kRemoteSliceOffset = kStagingOffset + kConsumers * kStagingBytesPerConsumer;
-  static constexpr int kScaleOffset = kRemoteSliceOffset + kConsumers * kRemoteSliceBytes;
-  static constexpr int kSendOffset = kScaleOffset + kStages * kScaleBytes;
-  static constexpr int kBarrierOffset = kSendOffset + kSendBoxes * kSendBoxBytes;
+  static constexpr int kSendOffset = kRemoteSliceOffset + kConsumers * kRemoteSliceBytes;
+  static constexpr int kScaleOffset = kSendOffset + kSendBoxes * kSendBoxBytes;
+  static constexpr int kBarrierOffset = kScaleOffset + kStages * kScaleBytes;
   static constexpr int kSmemBytes = kBarrierOffset + kBarrierBytes;
   static_assert(kSmemBytes <= kHopper.smem_bytes);
 };
