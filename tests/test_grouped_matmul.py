@@ -1,6 +1,7 @@
 """grouped_matmul against a dense one-hot form in float64: values, derivatives, batches, types."""
 
 import functools
+import re
 import types
 
 import jax
@@ -264,6 +265,22 @@ def test_keeps_only_the_products():
 
     kept = [aval for aval, _ in saved_residuals(f, x, w, scale) if aval.size >= 64 * 32]
     assert [(a.shape, a.dtype) for a in kept] == [((64, 32), jnp.bfloat16)] * 2
+
+
+def test_the_gradient_of_a_gates_x_is_one_product():
+    """A sum of two products in one call, rounded once; so are those of a batch."""
+    x, w, s, _ = draw(11, 40, 24, 16, (11, 0, 20), jnp.bfloat16, gated=True)
+
+    def dx(x, w, s):
+        def loss(x):
+            y = jflux.grouped_matmul(x, w, s, activation="silu", gated=True)
+            return jnp.sum(y.astype(jnp.float32))
+
+        return jax.grad(loss)(x)
+
+    for f, operands in ((dx, (x, w, s)), (jax.vmap(dx, (0, None, None)), (x[None], w, s))):
+        text = str(jax.make_jaxpr(f)(*operands))
+        assert re.findall(r"jflux_grouped_matmul\[.*?\bterms=(\d)", text, re.S) == ["1", "2"]
 
 
 def test_a_call_without_derivatives_writes_no_sums():

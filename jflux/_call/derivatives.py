@@ -312,6 +312,18 @@ def _linearized(
     """(results, their tangents: None for results of other types than floats). A tangent that is
     None is zero."""
     results, kept = derivatives.forward(operands, params)
+    return results, tangents_of(derivatives, results, kept, tangents, params)
+
+
+def tangents_of(
+    derivatives: Derivatives,
+    results: Sequence[Any],
+    kept: Any,
+    tangents: Sequence[Any],
+    params: Any,
+) -> list[Any]:
+    """The tangents of results that are there, as one linear map: None for those of other types than
+    floats. An operand's tangent that is None is zero."""
     leaves, structure = jax.tree.flatten(kept)
     given = tuple(t is not None for t in tangents)
     types = [jax.typeof(y) for y in results]
@@ -324,7 +336,7 @@ def _linearized(
         linear=linear,
         results=tuple(t for t in types if is_real(t.dtype)),
     )
-    return results, spread(dys, real)
+    return spread(dys, real)
 
 
 def differentiate(primitive: Primitive, derivatives: Derivatives) -> None:

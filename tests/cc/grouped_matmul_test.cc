@@ -124,22 +124,24 @@ TEST(EqualsItsDefinition) {
                               !none && variant % 4 < 2,
                               variant % 3 != 1,
                               !none && variant % 5 < 3};
+        p.terms = !p.gated && variant % 7 < 3 ? 2 : 1;
         const DType exact = Coarser(dtype, p.out_dtype);
-        Array x = Random(rng, dtype, s.m * s.k);
+        std::vector<Array> xs;
+        for (int i = 0; i < p.terms; ++i) xs.push_back(Random(rng, dtype, s.m * s.k));
         const std::vector<int> group = GroupsOf(s);
         std::vector<Array> ws, sums;
-        for (int i = 0; i < p.Weights(); ++i) {
+        for (int i = 0; i < p.Operands(); ++i) {
           ws.push_back(Random(rng, dtype, p.groups * s.k * s.n));
           sums.push_back(Garbage(p.out_dtype, s.m * s.n));
         }
         const Array scale = Random(rng, DType::kF32, s.m);
         Array y = Garbage(p.out_dtype, s.m * s.n);
         GroupedMatmulArrays arrays{};
-        arrays.x = x.bytes.data();
+        for (int i = 0; i < p.terms; ++i) arrays.x[i] = xs[i].bytes.data();
         arrays.group_sizes = s.groups.data();
         arrays.row_scale = reinterpret_cast<const float*>(scale.bytes.data());
         arrays.y = y.bytes.data();
-        for (int i = 0; i < p.Weights(); ++i) {
+        for (int i = 0; i < p.Operands(); ++i) {
           arrays.w[i] = ws[i].bytes.data();
           arrays.sums[i] = sums[i].bytes.data();
         }
@@ -149,10 +151,12 @@ TEST(EqualsItsDefinition) {
         for (int64_t r = 0; r < s.m; ++r) {
           for (int64_t c = 0; c < s.n; c += s.n > 100 ? 7 : 1) {
             double products[2] = {0, 0};
-            for (int i = 0; i < p.Weights() && group[r] >= 0; ++i) {
+            for (int i = 0; i < p.Operands() && group[r] >= 0; ++i) {
+              const Array& x = xs[p.terms == 2 ? i : 0];
               for (int64_t l = 0; l < s.k; ++l) {
                 const int64_t at = p.transpose_rhs ? c * s.k + l : l * s.n + c;
-                products[i] += x.values[r * s.k + l] * ws[i].values[group[r] * s.k * s.n + at];
+                products[p.gated ? i : 0] +=
+                    x.values[r * s.k + l] * ws[i].values[group[r] * s.k * s.n + at];
               }
             }
             double want = Reference(activation, products[0]) * (p.gated ? products[1] : 1);

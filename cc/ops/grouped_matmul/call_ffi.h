@@ -10,19 +10,21 @@
 
 namespace jflux {
 
-// Operands x, w_0[, w_1], group_sizes[, row_scale], and of grouped_matmul_scaled x_scale, w_scale_0
+// Operands x_0[, x_1], w_0[, w_1], group_sizes[, row_scale], and of grouped_matmul_scaled x_scale,
+// w_scale_0
 // [, w_scale_1]. Results y[, sums_0[, sums_1]], or a y that is quantised, and its scale.
 struct GroupedAttributes {
   int64_t activation = 0;      // number of an Activation
   bool gated = false;          // there is w_1
   bool scaled = false;         // there is row_scale
   bool sums = false;           // there are sums, one for each weight
+  int64_t terms = 1;           // 2: there are x_1 and w_1
   Int64s tile;                 // columns and cluster_m of a TileChoice; empty: none
   bool transpose_rhs = false;  // weights are [E, n, k]
 
   void Read(AttributeReader& read) {
     read("activation", &activation)("gated", &gated)("scaled", &scaled)("sums", &sums)(
-        "tile", &tile)("transpose_rhs", &transpose_rhs);
+        "terms", &terms)("tile", &tile)("transpose_rhs", &transpose_rhs);
   }
 };
 
@@ -42,14 +44,18 @@ inline std::optional<GroupedCall> GroupedCallOf(const GroupedAttributes& a,
                                                 ffi::RemainingRets results,
                                                 Scales scales = Scales::kNone,
                                                 Quantizing quantize = Quantizing::kNone) {
-  const size_t weights = a.gated ? 2 : 1, first_scale = 2 + weights + (a.scaled ? 1 : 0);
   const bool has_scales = scales != Scales::kNone, quantizes = quantize != Quantizing::kNone;
+  const bool two_terms = a.terms == 2;
+  if (a.terms < 1 || a.terms > 2 || (two_terms && (a.gated || has_scales))) return std::nullopt;
+  const size_t weights = a.gated || two_terms ? 2 : 1, terms = two_terms ? 2 : 1;
+  const size_t sums = a.gated ? 2 : 1;
+  const size_t first_scale = terms + weights + 1 + (a.scaled ? 1 : 0);
   if (operands.size() != first_scale + (has_scales ? 1 + weights : 0) ||
-      results.size() != 1 + (a.sums ? weights : 0) + (quantizes ? 1 : 0) || (quantizes && a.sums) ||
+      results.size() != 1 + (a.sums ? sums : 0) + (quantizes ? 1 : 0) || (quantizes && a.sums) ||
       !IsActivation(a.activation)) {
     return std::nullopt;
   }
-  const auto x = *operands.get<ffi::AnyBuffer>(0), w = *operands.get<ffi::AnyBuffer>(1);
+  const auto x = *operands.get<ffi::AnyBuffer>(0), w = *operands.get<ffi::AnyBuffer>(terms);
   auto y = *results.get<ffi::AnyBuffer>(0);
   const FormatSet formats = has_scales ? kAllFormats : kWideFormats;
   const auto dtype = DTypeOf(x.element_type(), formats),
@@ -83,28 +89,33 @@ inline std::optional<GroupedCall> GroupedCallOf(const GroupedAttributes& a,
   p.sums = a.sums;
   p.tile = TileChoiceOf(a.tile);
   p.scales = scales;
+  p.terms = static_cast<int>(terms);
   if (p.gated && p.activation == Activation::kNone) return std::nullopt;
   if (p.m == 0 || p.k == 0 || p.n == 0 || p.groups == 0) return std::nullopt;
   GroupedMatmulArrays& arrays = call.arrays;
-  arrays.x = x.untyped_data();
+  for (size_t i = 0; i < terms; ++i) {
+    const auto one = *operands.get<ffi::AnyBuffer>(i);
+    if (!Is(one, x.element_type(), {p.m, p.k})) return std::nullopt;
+    arrays.x[i] = one.untyped_data();
+  }
   arrays.y = y->untyped_data();
   if (!Is(*y, y->element_type(), {p.m, p.n})) return std::nullopt;
   for (size_t i = 0; i < weights; ++i) {
-    const auto one = *operands.get<ffi::AnyBuffer>(1 + i);
+    const auto one = *operands.get<ffi::AnyBuffer>(terms + i);
     const int64_t rows = p.transpose_rhs ? p.n : p.k, columns = p.transpose_rhs ? p.k : p.n;
     const auto type = has_scales ? w.element_type() : x.element_type();
     if (!Is(one, type, {p.groups, rows, columns})) return std::nullopt;
     arrays.w[i] = one.untyped_data();
-    if (!p.sums) continue;
-    auto sums = *results.get<ffi::AnyBuffer>(1 + i);
-    if (!Is(*sums, y->element_type(), {p.m, p.n})) return std::nullopt;
-    arrays.sums[i] = sums->untyped_data();
+    if (!p.sums || i >= sums) continue;
+    auto one_sum = *results.get<ffi::AnyBuffer>(1 + i);
+    if (!Is(*one_sum, y->element_type(), {p.m, p.n})) return std::nullopt;
+    arrays.sums[i] = one_sum->untyped_data();
   }
-  const auto sizes = *operands.get<ffi::AnyBuffer>(1 + weights);
+  const auto sizes = *operands.get<ffi::AnyBuffer>(terms + weights);
   if (!Is(sizes, ffi::S32, {p.groups})) return std::nullopt;
   arrays.group_sizes = static_cast<const int32_t*>(sizes.untyped_data());
   if (p.scaled) {
-    const auto scale = *operands.get<ffi::AnyBuffer>(2 + weights);
+    const auto scale = *operands.get<ffi::AnyBuffer>(terms + weights + 1);
     if (!Is(scale, ffi::F32, {p.m})) return std::nullopt;
     arrays.row_scale = static_cast<const float*>(scale.untyped_data());
   }

@@ -18,9 +18,9 @@ class GroupRowsCpu {
   GroupRowsCpu(const GroupedMatmulParams& p, const void* const (&w)[2], int64_t group);
 
   // Multiplies the rows x [count, k]. The results are rows [first, first + count) of y and of the
-  // sums; `row_scale` begins at row 0.
+  // sums; `row_scale` begins at row 0. `second`: x of the second term, if there are two.
   void Multiply(const void* x, int64_t first, int64_t count, const float* row_scale, void* y,
-                void* const (&sums)[2]) const;
+                void* const (&sums)[2], const void* second = nullptr) const;
 
  private:
   GroupedMatmulParams p_;

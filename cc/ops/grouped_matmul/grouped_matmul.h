@@ -42,6 +42,8 @@ struct TileChoice {
 //   y[r] = scale[r] * activation(p_0)          without a gate
 //   y[r] = scale[r] * activation(p_0) * p_1    gated
 //   sums_i[r] = p_i                            if `sums`: what backward needs of an activation
+//
+// With two terms each has an x and a weight: p_0 = x_0[r] @ w_0[e] + x_1[r] @ w_1[e].
 struct GroupedMatmulParams {
   int64_t m;              // rows of x and y
   int64_t k;              // columns of x
@@ -58,12 +60,14 @@ struct GroupedMatmulParams {
   // Of grouped_matmul_scaled alone. What is quantised is float32 as out_dtype.
   Scales scales = Scales::kNone;
   Quantizing quantize = Quantizing::kNone;
+  int terms = 1;  // two neither with a gate, nor in grouped_matmul_scaled
 
-  int Weights() const { return gated ? 2 : 1; }
+  int Weights() const { return gated ? 2 : 1; }  // of which a tile has columns
+  int Operands() const { return gated ? 2 : terms; }
 };
 
 struct GroupedMatmulArrays {
-  const void* x;               // [m, k]
+  const void* x[2];            // [m, k] each
   const void* w[2];            // [groups, k, n], or [groups, n, k] if transpose_rhs
   const int32_t* group_sizes;  // [groups]
   const float* row_scale;      // [m], or null
@@ -174,7 +178,7 @@ inline GemmChoice ChooseGrouped(const GroupedMatmulParams& p, const Machine& mac
   const auto cost = [&](const GemmChoice& c) {
     const int64_t past_the_end = p.groups * kGemmTileM * c.cluster_m * 2 / 5;
     return EstimateGroupedCost(c, p.m, p.groups, p.m + past_the_end, p.n * p.Weights(),
-                               p.k * SizeOf(p.dtype), machine,
+                               p.terms * p.k * SizeOf(p.dtype), machine,
                                p.scales == Scales::kOfBlocks ? kGatherCostsOfBlocks : kGatherCosts);
   };
   return CheapestGrouped(p.gated, p.tile, cost, p.scales, p.quantize != Quantizing::kNone);

@@ -41,6 +41,18 @@ T Activate(Activation activation, T x) {
   return x;
 }
 
+// sums += terms, of `count` numbers.
+void AddTo(DType compute, char* sums, const char* terms, int64_t count) {
+  const auto add = [&](auto* to, const auto* from) {
+    for (int64_t i = 0; i < count; ++i) to[i] += from[i];
+  };
+  if (compute == DType::kF64) {
+    add(reinterpret_cast<double*>(sums), reinterpret_cast<const double*>(terms));
+  } else {
+    add(reinterpret_cast<float*>(sums), reinterpret_cast<const float*>(terms));
+  }
+}
+
 // y = scale * activation(p) [* other] over one row; in place.
 template <typename T>
 void Finish(const GroupedMatmulParams& p, T scale, T* product, const T* other, int64_t count) {
@@ -68,24 +80,26 @@ std::string SizesAreWrong(const int32_t* group_sizes, int64_t groups, int64_t m)
 GroupRowsCpu::GroupRowsCpu(const GroupedMatmulParams& p, const void* const (&w)[2], int64_t group)
     : p_(p) {
   weights_.reserve(2);
-  for (int i = 0; i < p.Weights(); ++i) {
+  for (int i = 0; i < p.Operands(); ++i) {
     weights_.emplace_back(At(w[i], p.dtype, group * p.k * p.n), p.dtype, p.k, p.n, p.transpose_rhs);
   }
 }
 
 void GroupRowsCpu::Multiply(const void* x, int64_t first, int64_t count, const float* row_scale,
-                            void* y, void* const (&sums)[2]) const {
+                            void* y, void* const (&sums)[2], const void* second) const {
   const DType compute = FormatOf(p_.dtype).accumulator;
   const int64_t tile_bytes = kTileRows * std::min(p_.n, kTileColumns) * SizeOf(compute);
   std::vector<char> products[2];
-  for (int i = 0; i < p_.Weights(); ++i) products[i].resize(tile_bytes);
+  for (int i = 0; i < p_.Operands(); ++i) products[i].resize(tile_bytes);
   for (int64_t row = 0; row < count; row += kTileRows) {
     const int64_t rows = std::min(kTileRows, count - row);
     for (int64_t col = 0; col < p_.n; col += kTileColumns) {
       const int64_t cols = std::min(kTileColumns, p_.n - col);
-      for (int i = 0; i < p_.Weights(); ++i) {
-        weights_[i].Multiply(At(x, p_.dtype, row * p_.k), rows, col, cols, products[i].data());
+      for (int i = 0; i < p_.Operands(); ++i) {
+        const void* const from = i > 0 && p_.terms == 2 ? second : x;
+        weights_[i].Multiply(At(from, p_.dtype, row * p_.k), rows, col, cols, products[i].data());
       }
+      if (p_.terms == 2) AddTo(compute, products[0].data(), products[1].data(), rows * cols);
       for (int64_t r = 0; r < rows; ++r) {
         const int64_t to = (first + row + r) * p_.n + col;
         char* product = At(products[0].data(), compute, r * cols);
@@ -134,8 +148,8 @@ void GroupedMatmulCpu(const GroupedMatmulParams& p, const GroupedMatmulArrays& a
     const int64_t rows = arrays.group_sizes[e];
     if (rows == 0) continue;
     GroupRowsCpu(p, arrays.w, e)
-        .Multiply(At(arrays.x, p.dtype, first * p.k), first, rows, arrays.row_scale, arrays.y,
-                  arrays.sums);
+        .Multiply(At(arrays.x[0], p.dtype, first * p.k), first, rows, arrays.row_scale, arrays.y,
+                  arrays.sums, p.terms == 2 ? At(arrays.x[1], p.dtype, first * p.k) : nullptr);
     first += rows;
   }
   ZeroRowsCpu(p, first, arrays.y, arrays.sums);

@@ -110,8 +110,8 @@ bool SetGroupedArgs(const GroupedMatmulParams& params, const GemmChoice& choice,
                     GroupedMatmulArgs* args, std::string* error);
 
 // Sets the map of x, if its rows are loaded by TMA.
-bool SetGroupedRows(const GroupedMatmulParams& params, const void* x, GroupedMatmulArgs* args,
-                    std::string* error);
+bool SetGroupedRows(const GroupedMatmulParams& params, const void* const (&x)[2],
+                    GroupedMatmulArgs* args, std::string* error);
 
 // Each group may begin a tile.
 inline int64_t MostTilesOf(const GroupedMatmulParams& p, const GroupTiles& tiles) {

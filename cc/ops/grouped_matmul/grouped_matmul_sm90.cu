@@ -42,6 +42,7 @@ bool SetGroupedArgs(const GroupedMatmulParams& p, const GemmChoice& choice,
   args->k = static_cast<int32_t>(p.k);
   args->n = static_cast<int32_t>(p.n);
   args->gated = p.gated;
+  args->terms = p.terms;
   args->out_f32 = p.out_dtype == DType::kF32;
   args->activation = p.activation;
   args->y_data = y;
@@ -50,8 +51,9 @@ bool SetGroupedArgs(const GroupedMatmulParams& p, const GemmChoice& choice,
            EncodeTensorMap(map, p.out_dtype, data, {p.m, p.n}, {p.n}, {64, 64}, error);
   };
   if (!encode_result(&args->y, y)) return false;
-  for (int i = 0; i < p.Weights(); ++i) {
-    args->sums_data[i] = sums[i];
+  for (int i = 0; i < p.Operands(); ++i) {
+    void* const sum = i < p.Weights() ? sums[i] : nullptr;
+    args->sums_data[i] = sum;
     // Boxes of the shape in which LoadB (gpu/gemm_operands_sm90.cuh) loads w.
     const int share = p.gated ? 2 : choice.cluster_m, block = BlockElements(p.dtype);
     const bool encoded =
@@ -60,17 +62,22 @@ bool SetGroupedArgs(const GroupedMatmulParams& p, const GemmChoice& choice,
                               {1, choice.tile_n / share, block}, error)
             : EncodeTensorMap(&args->w[i], p.dtype, w[i], {p.groups, p.k, p.n}, {p.k * p.n, p.n},
                               {1, block / choice.cluster_m, block}, error);
-    if (!encoded || !encode_result(&args->sums[i], sums[i])) return false;
+    if (!encoded || !encode_result(&args->sums[i], sum)) return false;
   }
   return true;
 }
 
-bool SetGroupedRows(const GroupedMatmulParams& p, const void* x, GroupedMatmulArgs* args,
-                    std::string* error) {
+bool SetGroupedRows(const GroupedMatmulParams& p, const void* const (&x)[2],
+                    GroupedMatmulArgs* args, std::string* error) {
   args->box_rows = GroupedBoxRows(p);
   args->box_bytes = args->box_rows * kBlockBytes;
-  return EncodeTensorMap(&args->x, p.dtype, x, {p.m, p.k}, {p.k},
-                         {args->box_rows, BlockElements(p.dtype)}, error);
+  for (int term = 0; term < p.terms; ++term) {
+    if (!EncodeTensorMap(&args->x[term], p.dtype, x[term], {p.m, p.k}, {p.k},
+                         {args->box_rows, BlockElements(p.dtype)}, error)) {
+      return false;
+    }
+  }
+  return true;
 }
 
 bool LaunchGroupedMatmul(const GroupedMatmulParams& p, const GroupedMatmulArrays& arrays,

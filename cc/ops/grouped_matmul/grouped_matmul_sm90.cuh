@@ -41,13 +41,14 @@ struct GroupedMatmulArgs {
   GroupTiles tiles;
   int32_t k, n;
   int32_t box_rows, box_bytes;  // of a box of A
+  int32_t terms;                // of the sum that a tile is; each has an x and a weight
   bool gated;                   // half of a tile's columns belong to each weight
   bool out_f32;
   Activation activation;
   const float* row_scale;  // [M], or null
   void* y_data;
   void* sums_data[2];  // of what the activation is applied to; or null
-  CUtensorMap x, w[2];
+  CUtensorMap x[2], w[2];
   CUtensorMap y, sums[2];  // 16-bit types
 };
 static_assert(sizeof(GroupedMatmulArgs) <= 4096);
@@ -155,13 +156,14 @@ struct GroupedMatmulSm90 {
       return KRange{0, args.k};
     }
 
-    static __device__ StackedRhs RhsOf(const Args& args, const Coords& coords, int) {
+    static __device__ StackedRhs RhsOf(const Args& args, const Coords& coords, int term) {
       return StackedRhs{
-          {&args.w[0], coords.n0, Config::kTwoWeights && args.gated ? &args.w[1] : nullptr},
+          {&args.w[term], coords.n0, Config::kTwoWeights && args.gated ? &args.w[1] : nullptr},
           coords.group};
     }
   };
   struct Operands : StackOperands<BoxesOfA> {
+    static __device__ int Terms(const Args& args) { return Config::kNarrow ? 1 : args.terms; }
     // Boxes of A that have rows of the group; one if none has.
     static __device__ int32_t BoxesOf(const Args& args, const Coords& coords) {
       return args.box_rows == 64 && coords.end - coords.row > 64 ? 2 : 1;
@@ -178,11 +180,11 @@ struct GroupedMatmulSm90 {
       }
     };
     static __device__ Source SourceOf(const Args& args, const CallContext&, const Coords& coords,
-                                      int) {
-      return Source{&args.x, coords.row, BoxesOf(args, coords)};
+                                      int term) {
+      return Source{&args.x[term], coords.row, BoxesOf(args, coords)};
     }
     static __device__ void PrefetchMaps(const Args& args) {
-      ptx::PrefetchTensorMap(&args.x);
+      ptx::PrefetchTensorMap(&args.x[0]);
       ptx::PrefetchTensorMap(&args.w[0]);
     }
   };

@@ -3,7 +3,8 @@
 ``jflux_grouped_matmul(x, *w, group_sizes[, row_scale])`` is linear in x and in w where it has no
 activation, and ``jflux_grouped_matmul_dw(x, dy, group_sizes)`` in both: each is the other's
 transpose. An activation's derivative is that of `_epilogue`, of the products before it, which the
-primitive returns too where a derivative is taken.
+primitive returns too where a derivative is taken. The gradient of the x of a gate's two products is
+one product of two terms: a call with two x, each of which has its weight.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
 from ... import _config, _native
-from ..._call import local_ops, tuning_tables
+from ..._call import derivatives, local_ops, tuning_tables
 from ..._call.forms import Op, ShapeDtype
 from ..._call.plans import Arrays, Plan
 from ..._call.primitives import make_primitive
@@ -45,6 +46,7 @@ class Params:
     Attributes:
       scaled: there is a row_scale.
       sums: also return the products that the activation is applied to, in y's type.
+      terms: y is the sum of so many products, each of an x and a weight of its own; at most two.
     """
 
     transpose_rhs: bool
@@ -53,14 +55,15 @@ class Params:
     gated: bool = False
     scaled: bool = False
     sums: bool = False
+    terms: int = 1
 
     @property
     def weights(self) -> int:
-        return 2 if self.gated else 1
+        return 2 if self.gated else self.terms
 
     @property
     def epilogue(self) -> Epilogue:
-        return Epilogue((False,) * self.weights, self.activation, self.gated)
+        return Epilogue((False,) * (1 + self.gated), self.activation, self.gated)
 
     def product(self, out: Any = None, *, scaled: bool = False) -> Params:
         """The product with one weight alone."""
@@ -75,10 +78,10 @@ class DwParams:
 
 
 def _unpack(operands: Sequence[Any], params: Params) -> tuple[Any, Sequence[Any], Any, Any]:
-    """(x, weights, group_sizes, row_scale or None)."""
-    x, *rest = operands
+    """(x, weights, group_sizes, row_scale or None); x of the first term."""
+    xs, rest = operands[: params.terms], operands[params.terms :]
     count = params.weights
-    return x, rest[:count], rest[count], rest[count + 1] if params.scaled else None
+    return xs[0], rest[:count], rest[count], rest[count + 1] if params.scaled else None
 
 
 def _mask(rows: int, group_sizes: jax.Array) -> jax.Array:
@@ -112,10 +115,12 @@ def reference(arrays: Arrays, params: Params) -> list[jax.Array]:
     )
     # Products are summed in at least float32, also if y is narrower.
     wide = jnp.promote_types(_epilogue.sum_dtype(x.dtype), params.out_dtype)
+    xs = arrays[: params.terms] if params.terms > 1 else [x] * len(ws)
     sums = [
         _masked(_lax.ragged_dot_general(x, w, sizes, numbers, preferred_element_type=wide), sizes)
-        for w in ws
+        for x, w in zip(xs, ws, strict=True)
     ]
+    sums = [sums[0] + sums[1]] if params.terms > 1 else sums
     scale = None if scale is None else _masked(scale, sizes)
     y = _finish(sums, scale, params.epilogue, wide).astype(params.out_dtype)
     return [y, *(s.astype(params.out_dtype) for s in sums if params.sums)]
@@ -137,7 +142,7 @@ def _reference_dw(arrays: Arrays, params: DwParams) -> list[jax.Array]:
 def _shapes(arrays: Arrays, params: Params) -> list[ShapeDtype]:
     x, ws, _, _ = _unpack(arrays, params)
     shape = (x.shape[0], ws[0].shape[1 if params.transpose_rhs else 2])
-    return [(shape, params.out_dtype)] * (1 + (params.weights if params.sums else 0))
+    return [(shape, params.out_dtype)] * (1 + (1 + params.gated if params.sums else 0))
 
 
 def _shapes_dw(arrays: Arrays, params: DwParams) -> list[ShapeDtype]:
@@ -211,6 +216,7 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
         "gated": params.gated,
         "scaled": params.scaled,
         "sums": params.sums,
+        "terms": np.int64(params.terms),
         "tile": forced_tile(params.gated),
         "transpose_rhs": params.transpose_rhs,
     }
@@ -228,6 +234,8 @@ def _interleaved(a: Any, dim: int | None, count: int) -> Any:
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     bind = functools.partial(primitive.bind, params=params)
+    if params.terms > 1:
+        return _batch_terms(bind, operands, dims, params)
     x, ws, sizes, scale = _unpack(operands, params)
     x_dim, w_dims, sizes_dim, scale_dim = _unpack(dims, params)
     batched_ws = [d is not None for d in w_dims]
@@ -245,6 +253,18 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
         results = bind(x, *wide, sizes, *([] if scale is None else [scale]))
         return [r.reshape(r.shape[0], count, -1) for r in results], [1] * len(results)
     return _product.batch_one_by_one(bind, operands, dims)
+
+
+def _batch_terms(bind: Any, operands: Any, dims: Any, params: Params) -> Any:
+    """Of a sum of products: those of rows alone stay one call."""
+    count = params.terms
+    if params.scaled or dims[0] is None or any(d is not None for d in dims[count:]):
+        return _product.batch_one_by_one(bind, operands, dims)
+    size = operands[0].shape[dims[0]]
+    rows = [_interleaved(x, d, size) for x, d in zip(operands[:count], dims[:count], strict=True)]
+    *ws, sizes = operands[count:]
+    results = bind(*rows, *ws, sizes * size)
+    return [r.reshape(-1, size, r.shape[1]) for r in results], [1] * len(results)
 
 
 def _batch_dw(primitive: Any, operands: Any, dims: Any, *, params: DwParams) -> Any:
@@ -333,6 +353,8 @@ def _tangent(x: Any, w: Any, dx: Any, dw: Any, sizes: Any, params: Params) -> An
 
 
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
+    if params.terms > 1:
+        return _jvp_terms(primals, tangents, params)
     x, ws, sizes, scale = _unpack(primals, params)
     dx, dws, _, dscale = _unpack(tangents, params)
     if scale is not None:
@@ -357,8 +379,8 @@ def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
 
     y, *sums = grouped_matmul.bind(*primals, params=dataclasses.replace(params, sums=True))
     y, sums = checkpoint_name(y, ACTIVATED), [checkpoint_name(s, PREACTIVATION) for s in sums]
-    dsums = [_tangent(x, w, dx, dw, sizes, params) for w, dw in zip(ws, dws, strict=True)]
-    dsums = [jnp.zeros_like(s) if d is None else d for s, d in zip(sums, dsums, strict=True)]
+    moved = [derivatives.none_if_zero(t) for t in (dx, *dws)]
+    dsums = derivatives.tangents_of(_SUMS, sums, (x, tuple(ws), sizes), moved, params)
     # Recomputed from the sums in the backward pass: nothing else is kept.
     finish = jax.checkpoint(
         functools.partial(_finish, epilogue=params.epilogue, out=params.out_dtype),
@@ -371,14 +393,76 @@ def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
     return [y, *(sums if params.sums else ())], [dy, *(dsums if params.sums else ())]
 
 
+def _sums_tangents(kept: Any, tangents: Sequence[Any], params: Params) -> list[Any]:
+    """Those of the products before an activation: x's, and of each weight."""
+    x, ws, sizes = kept
+    dx, *dws = tangents
+    one = params.product()
+    found = []
+    for w, dw in zip(ws, dws, strict=True):
+        terms = [] if dx is None else [_product_of(dx, w, sizes, None, one)]
+        terms += [] if dw is None else [_product_of(x, dw, sizes, None, one)]
+        shape = (x.shape[0], w.shape[1 if params.transpose_rhs else 2])
+        found.append(derivatives.total(terms) if terms else jnp.zeros(shape, params.out_dtype))
+    return found
+
+
+def _sums_backward(
+    kept: Any, cotangents: Sequence[Any], wanted: Sequence[Any], params: Params
+) -> list[Any]:
+    x, ws, sizes = kept
+    dx, given = None, [i for i, dy in enumerate(cotangents) if dy is not None]
+    if wanted[0] is not None and given:
+        back = Params(not params.transpose_rhs, np.dtype(wanted[0].dtype), terms=len(given))
+        dys = [cotangents[i].astype(x.dtype) for i in given]
+        (dx,) = grouped_matmul.bind(*dys, *(ws[i] for i in given), sizes, params=back)
+    dws = [
+        None
+        if dy is None or aval is None
+        else weight_gradient(x, dy, sizes, aval.dtype, params.transpose_rhs)
+        for dy, aval in zip(cotangents, wanted[1:], strict=True)
+    ]
+    return [dx, *dws]
+
+
+_SUMS = derivatives.Derivatives(
+    forward=lambda operands, params: ([], None),  # the primitive's own results
+    tangents=_sums_tangents,
+    backward=_sums_backward,
+    kept=lambda operands, params: None,
+)
+
+
+def _jvp_terms(primals: Any, tangents: Any, params: Params) -> Any:
+    """Of a sum of products, which is linear in the x and in the weights."""
+    results = grouped_matmul.bind(*primals, params=params)
+    count = params.terms
+    pairs = zip(primals[:count], primals[count:], tangents[:count], tangents[count:], strict=False)
+    sizes, one = primals[2 * count], params.product()
+    terms = [_tangent(x, w, dx, dw, sizes, one) for x, w, dx, dw in pairs]
+    dy = derivatives.total(terms)
+    return results, [local_ops.zero_of(results[0]) if dy is None else dy]
+
+
+def _transpose_terms(dy: Any, operands: Sequence[Any], params: Params) -> list[Any]:
+    count, found = params.terms, []
+    sizes, one = operands[2 * count], params.product()
+    for x, w in zip(operands[:count], operands[count : 2 * count], strict=True):
+        dx, dw, _ = _transpose([dy], x, w, sizes, params=one)
+        found.append((dx, dw))
+    dxs, dws = zip(*found, strict=True)
+    return [*dxs, *dws, None]
+
+
 def _transpose(cotangents: Any, *operands: Any, params: Params) -> Any:
-    """The transpose rule. JAX transposes linear calls only, so there is one weight and no
-    activation."""
+    """The transpose rule. JAX transposes linear calls only, so there is no activation."""
     (dy,) = cotangents
+    if _is_zero(dy):
+        return [None] * len(operands)
+    if params.terms > 1:
+        return _transpose_terms(dy, operands, params)
     x, (w,), sizes, scale = _unpack(operands, params)
     nothing = [None] * (len(operands) - 2)
-    if _is_zero(dy):
-        return [None, None, *nothing]
     if ad.is_undefined_primal(x):
         back = dataclasses.replace(
             params, transpose_rhs=not params.transpose_rhs, out_dtype=x.aval.dtype

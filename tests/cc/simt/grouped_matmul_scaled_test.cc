@@ -65,7 +65,7 @@ void Run(const Case& c, uint32_t seed, Quantizing quantize = Quantizing::kNone) 
   p.tile = c.tile, p.scales = c.scales;
   EXPECT_EQ(WhyNoGroupedMatmulScaledKernel(p, simt::kDTypeOf<W>), std::string());
   GroupedMatmulArrays arrays{};
-  arrays.x = x.get(), arrays.x_scale = x_scale.get(), arrays.row_scale = row_scale.get();
+  arrays.x[0] = x.get(), arrays.x_scale = x_scale.get(), arrays.row_scale = row_scale.get();
   arrays.group_sizes = c.groups.data(), arrays.y = y.get();
   for (int i = 0; i < weights; ++i) arrays.w[i] = w[i].get(), arrays.w_scale[i] = w_scale[i].get();
   std::string error;

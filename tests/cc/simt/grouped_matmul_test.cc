@@ -23,6 +23,7 @@ struct Case {
   TileChoice tile;
   bool transpose_rhs = false, gated = false;
   Activation activation = Activation::kNone;
+  int terms = 1;
 };
 
 // The group of each row; -1: none.
@@ -45,8 +46,9 @@ template <typename T, typename Out>
 void Forward(const Case& c, uint32_t seed) {
   std::mt19937 random(seed);
   const auto groups = static_cast<int64_t>(c.groups.size());
-  const int weights = c.gated ? 2 : 1;
-  auto x = RandomArray<T>(random, c.m * c.k);
+  const int weights = c.gated ? 2 : c.terms;
+  std::vector<Array<T>> x;
+  for (int i = 0; i < c.terms; ++i) x.push_back(RandomArray<T>(random, c.m * c.k));
   std::vector<Array<T>> w;
   for (int i = 0; i < weights; ++i) w.push_back(RandomArray<T>(random, groups * c.k * c.n, 0.5));
   auto scale = RandomArray<float>(random, c.m);
@@ -55,10 +57,11 @@ void Forward(const Case& c, uint32_t seed) {
   p.m = c.m, p.k = c.k, p.n = c.n, p.groups = groups;
   p.dtype = simt::kDTypeOf<T>, p.out_dtype = simt::kDTypeOf<Out>;
   p.transpose_rhs = c.transpose_rhs, p.gated = c.gated, p.activation = c.activation;
-  p.scaled = true, p.tile = c.tile;
-  const GroupedMatmulArrays arrays{x.get(),         {w[0].get(), c.gated ? w[1].get() : nullptr},
-                                   c.groups.data(), scale.get(),
-                                   y.get(),         {nullptr, nullptr}};
+  p.scaled = true, p.tile = c.tile, p.terms = c.terms;
+  GroupedMatmulArrays arrays{};
+  for (int i = 0; i < c.terms; ++i) arrays.x[i] = x[i].get();
+  for (int i = 0; i < weights; ++i) arrays.w[i] = w[i].get();
+  arrays.group_sizes = c.groups.data(), arrays.row_scale = scale.get(), arrays.y = y.get();
   std::string error;
   EXPECT(LaunchGroupedMatmul(p, arrays, nullptr, &error)) << error;
   const std::string failure = simt::Run(seed);
@@ -71,7 +74,8 @@ void Forward(const Case& c, uint32_t seed) {
     for (int s = 0; s < weights; ++s) {
       for (int64_t l = 0; l < c.k; ++l) {
         const int64_t at = c.transpose_rhs ? column * c.k + l : l * c.n + column;
-        sums[s].Add(x[row * c.k + l] * w[s][of[row] * c.k * c.n + at]);
+        const int term = c.terms == 2 ? s : 0;
+        sums[c.gated ? s : 0].Add(x[term][row * c.k + l] * w[s][of[row] * c.k * c.n + at]);
       }
     }
     const simt::Sum active = c.activation == Activation::kSilu ? Silu(sums[0]) : sums[0];
@@ -87,6 +91,8 @@ TEST(Forward) {
       {400, 72, 520, {300, 90}, {256, 1}},
       {530, 136, 264, {500, 0, 30}, {256, 2}, /*transpose_rhs=*/true},
       {300, 136, 136, {100, 150}, {128, 1}, false, /*gated=*/true, Activation::kSilu},
+      {300, 136, 264, {140, 0, 129, 20}, {192, 1}, true, false, Activation::kNone, /*terms=*/2},
+      {530, 200, 264, {500, 0, 30}, {256, 2}, false, false, Activation::kSilu, /*terms=*/2},
   };
   uint32_t seed = 1;
   for (const Case& c : cases) {
