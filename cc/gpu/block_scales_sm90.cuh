@@ -207,21 +207,44 @@ template <typename Config>
 inline constexpr bool kTakesTurns =
     Config::kScales == Scales::kOfBlocks && kSummedColumns<Config> > kScaleBlock;
 
-// total += a tile's scaled k-blocks. `both`: both consumers multiply the tile. release(stage) is
-// called when a stage has been read, but not for a lent one. Returns the last stage.
+// A consumer's turns in a tile; each barrier has as many arrivals as waits in it.
+template <typename Config>
+struct Turns {
+  int consumer;
+
+  static constexpr bool kTakes = kTakesTurns<Config>;
+  __device__ __forceinline__ void Begin() const {
+    if (kTakes && consumer == 1) ptx::BarrierArrive(Barrier(0), kThreads);
+  }
+  // Before a k-block's instructions, and after them.
+  __device__ __forceinline__ void Await() const {
+    if (kTakes) ptx::BarrierSync(Barrier(consumer), kThreads);
+  }
+  __device__ __forceinline__ void Pass(bool is_last) const {
+    if (kTakes && (consumer == 0 || !is_last)) {
+      ptx::BarrierArrive(Barrier(1 - consumer), kThreads);
+    }
+  }
+
+ private:
+  static_assert(Config::kConsumers == 2);
+  static constexpr int kThreads = 128 * Config::kConsumers;
+  static __device__ __forceinline__ int Barrier(int of) { return 2 + Config::kConsumers + of; }
+};
+
+// total += a tile's scaled k-blocks. release(stage) is called when a stage has been read, but not
+// for a lent one. Returns the last stage.
 template <typename Config, typename Release>
 __device__ __forceinline__ int MultiplyBlocks(Accumulators<Config>& total,
-                                              const GemmSmem<Config>& smem, int consumer, bool both,
+                                              const GemmSmem<Config>& smem, int consumer,
                                               Ring<Config::kStages>& stages, int k_blocks,
                                               Release&& release) {
-  static_assert(Config::kConsumerM64Blocks == 1 && Config::kConsumers == 2);
+  static_assert(Config::kConsumerM64Blocks == 1);
   constexpr int kColumns = kSummedColumns<Config>, kCount = kColumns / 2;
   constexpr int kHalf = kMultiplySteps / 2;
   constexpr bool kReadsLate = Config::kScales == Scales::kOfVectors;
-  // Barriers of a consumer's turn; each tile has as many arrivals as waits.
-  const auto turn = [](int of) { return 2 + Config::kConsumers + of; };
-  const bool turns = kTakesTurns<Config> && both;
-  if (turns && consumer == 1) ptx::BarrierArrive(turn(0), 256);
+  const Turns<Config> turns{consumer};
+  turns.Begin();
   int last = -1;
   for (int kb = 0; kb < k_blocks; ++kb) {
     ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
@@ -233,7 +256,7 @@ __device__ __forceinline__ int MultiplyBlocks(Accumulators<Config>& total,
       const uint32_t b = smem.B(stages.index) + kFirst * kBlockBytes;
       const bool releases = kIsLast && (!Config::kLendsStage || kb + 1 < k_blocks);
       float sums[1][kCount];
-      if (turns) ptx::BarrierSync(turn(consumer), 256);
+      turns.Await();
       wgmma::Pin(sums[0]);
       wgmma::Fence();
       // In one group, a product of 8192 x 7168 x 8192 has been seen to take 13 % longer.
@@ -241,9 +264,7 @@ __device__ __forceinline__ int MultiplyBlocks(Accumulators<Config>& total,
       wgmma::Commit();
       MultiplyStage<Config, kHalf>(sums, a, b, /*adds=*/true);
       wgmma::Commit();
-      if (turns && (consumer == 0 || kb + 1 < k_blocks)) {
-        ptx::BarrierArrive(turn(1 - consumer), 256);
-      }
+      turns.Pass(kb + 1 == k_blocks);
       if constexpr (kFirst == 0) scales.Read(smem, stages.index, consumer);
       wgmma::Wait<0>();
       wgmma::Pin(sums[0]);

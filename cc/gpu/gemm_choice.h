@@ -34,7 +34,7 @@ inline constexpr TileCosts kGatherCosts{1, 1, 0}, kScatterCosts{1.02, 0.96, kExp
 // for each of which it chooses what was the fastest (docs/experiments/0056).
 inline constexpr TileCosts kGatherCosts8{1, 1, 0, 1, 1, 1, 1.02};
 // The same with scales of blocks, which tiles of 224 columns cannot have.
-inline constexpr TileCosts kGatherCostsOfBlocks{1, 1, 0, 1, 1, 1e3, 1.045};
+inline constexpr TileCosts kGatherCostsOfBlocks{1, 1.11, 0, 1, 1, 1e3, 1.045};
 
 // How much longer a k-block of a row takes to load than if rows were multiples of 64 bytes. With
 // rows of an odd number of 16 bytes TMA reads parts of sectors, with rows of an odd number of 32

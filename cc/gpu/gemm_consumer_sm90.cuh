@@ -82,9 +82,13 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
     const int32_t row_block = RowBlockOf<Config>(tile, cta);
     if constexpr (Config::kCooperative) {
       if (!Epilogue::Needs(args, row_block, tile, staging.M64At(0))) {
+        const Turns<Config> turns{consumer};
+        turns.Begin();
         for (int kb = 0; kb < k_blocks; ++kb) {
           ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
           __syncwarp();  // a lane that waited on would find the stage's next phase
+          turns.Await();
+          turns.Pass(kb + 1 == k_blocks);
           release(stages.index, arrivals);
           stages.Advance();
         }
@@ -120,8 +124,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
     }
     uint64_t start = call.Start();
     if constexpr (Config::kBlockScales) {
-      const bool both = Epilogue::Needs(args, row_block, tile, 1 - consumer);
-      last = MultiplyBlocks<Config>(acc, smem, consumer, both, stages, k_blocks, [&](int stage) {
+      last = MultiplyBlocks<Config>(acc, smem, consumer, stages, k_blocks, [&](int stage) {
         __syncwarp();
         release(stage, arrivals);
       });

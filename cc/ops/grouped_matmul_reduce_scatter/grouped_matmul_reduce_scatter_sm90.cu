@@ -27,7 +27,7 @@ bool LaunchGroupedMatmulReduceScatter(const GroupedMatmulReduceScatterParams& pa
   void* const no_sums[2] = {nullptr, nullptr};
   GroupedMatmulReduceScatterArgs args{};
   if (!SetGroupedArgs(p, choice, w, arrays.y, no_sums, &args, error) ||
-      !SetGroupedRows(p, arrays.h, &args, error)) {
+      !SetGroupedRows(p, {arrays.h, nullptr}, &args, error)) {
     return false;
   }
   args.groups = GroupedRows{nullptr, static_cast<int32_t>(p.groups), static_cast<int32_t>(p.m),
