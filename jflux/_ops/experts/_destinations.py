@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ...moe import Routing, route
+from .routing import Routing, route
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +90,13 @@ def number_among_equals(keys: jax.Array, by_key: Routing) -> jax.Array:
 def places_of(counts: jax.Array, rank: jax.Array, capacity: int) -> jax.Array:
     """i32 [E]: how many places of each expert earlier ranks leave for this one. `counts` [N, E] has
     the rows of each rank for each expert."""
-    earlier = jnp.where(jnp.arange(counts.shape[0])[:, None] < rank, counts, 0).sum(0)
-    return jnp.clip(capacity - earlier, 0).astype(jnp.int32)
+    return jnp.clip(capacity - of_earlier_ranks(counts, rank), 0).astype(jnp.int32)
+
+
+def of_earlier_ranks(counts: jax.Array, rank: jax.Array) -> jax.Array:
+    """i32 [E]: the sum of what ranks before this one have, of counts [N, E]."""
+    earlier = jnp.arange(counts.shape[0])[:, None] < rank
+    return jnp.sum(jnp.where(earlier, counts, 0), 0, dtype=jnp.int32)
 
 
 def kept_counts(counts: jax.Array, capacity: int) -> jax.Array:
