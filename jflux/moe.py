@@ -24,6 +24,8 @@ from ._ops.experts.grouped_matmul_reduce_scatter import (
 from ._ops.experts.losses import load_balancing_loss as load_balancing_loss
 from ._ops.experts.losses import z_loss as z_loss
 from ._ops.experts.placement import place as place
+from ._ops.experts.placement import place_weights as place_weights
+from ._ops.experts.placement import sum_replicas as sum_replicas
 from ._ops.experts.routing import Routing as Routing
 from ._ops.experts.routing import Statistics as Statistics
 from ._ops.experts.routing import count as count

@@ -10,6 +10,7 @@ import pytest
 from harness import RANKS, drawn_meshes, examples, make_mesh
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jflux
@@ -160,3 +161,199 @@ def test_dispatches_of_placed_choices(op):
             counts = np.bincount(placed(indices, placement, experts).ravel(), minlength=slots)
             np.testing.assert_array_equal(sizes, counts)
     assert f._cache_size() == 1
+
+
+# ---- Weights -------------------------------------------------------------------------------------
+
+
+def sums_of(gradients, placement):
+    """The definition."""
+    return np.stack([gradients[placement == e].sum(0) for e in placement])
+
+
+#: Meshes, and the axes that slots are split over.
+SPLITS = [((4,), "a"), ((2, 2), ("b", "a")), ((3, 2), "b"), ((1, 2), "a")]
+SPLITS = [split for split in SPLITS if math.prod(split[0]) <= RANKS]
+
+
+@functools.cache
+def over(shape, axis_name, f, *shared, check_vma=True):
+    """(how many ranks, f of arrays whose first dimension is split over axes, but those that are
+    `shared`, which are given by these positions)."""
+    mesh = make_mesh(shape, ("a", "b")[: len(shape)])
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+    def call(*arrays):
+        specs = tuple(P() if i in shared else P(names) for i in range(len(arrays)))
+        one = functools.partial(f, axis_name=axis_name)
+        return jax.shard_map(
+            one, mesh=mesh, in_specs=specs, out_specs=P(names), check_vma=check_vma
+        )(*arrays)
+
+    return math.prod(mesh.shape[name] for name in names), jax.jit(call)
+
+
+whole_sums = jax.jit(moe.sum_replicas)
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@given(SEEDS)
+@examples(15)
+def test_sum_replicas(split, seed):
+    rng = np.random.default_rng(seed)
+    ranks, f = over(*split, moe.sum_replicas, 1)
+    slots = ranks * 3
+    placement = drawn_placement(rng, rng.integers(1, slots + 1), slots)
+    gradients = {"up": rng.normal(size=(slots, 3)), "scale": rng.normal(size=slots)}
+    with X64():
+        got, whole = f(gradients, placement), whole_sums(gradients, placement)
+    for name, array in gradients.items():
+        want = sums_of(array, placement)
+        np.testing.assert_allclose(got[name], want, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(whole[name], want, rtol=1e-12, atol=1e-12)
+    assert f._cache_size() == 1
+
+
+def test_replicas_stay_equal():
+    """In every bit, where sums in another order are others; and sums are made in float32."""
+    ranks = min(4, RANKS)
+    rng = np.random.default_rng(3)
+    placement = rng.permutation(np.arange(2 * ranks) % 2).astype(np.int32)
+    exact = rng.normal(size=(2 * ranks, 50)) * 2.0 ** rng.integers(-8, 8, (2 * ranks, 50))
+    _, f = over((ranks,), "a", moe.sum_replicas, 1)
+    for dtype in (np.float32, jnp.bfloat16):
+        gradients = exact.astype(dtype)
+        got = np.asarray(f(gradients, placement))
+        assert got.dtype == dtype
+        wide = gradients.astype(np.float64)
+        want, size = sums_of(wide, placement), sums_of(abs(wide), placement)
+        limit = 1e-6 * size + float(jnp.finfo(dtype).eps) / 2 * abs(want)
+        np.testing.assert_array_less(abs(got - want), limit)
+        for expert in (0, 1):
+            assert len({row.tobytes() for row in got[placement == expert]}) == 1
+
+
+def moved(weights, placement, previous, ct, axis_name=None):
+    """(the weights by a placement, the same by way of another, the gradient for a cotangent)."""
+    y, pull = jax.vjp(lambda w: moe.place_weights(w, placement, axis_name=axis_name), weights)
+    older = moe.place_weights(weights, previous, axis_name=axis_name)
+    again = moe.place_weights(older, placement, previous=previous, axis_name=axis_name)
+    return y, again, *pull(ct)
+
+
+whole_moved = jax.jit(moved)
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@given(SEEDS)
+@examples(15)
+def test_place_weights(split, seed):
+    """Of experts and of slots, with zeros for what is nowhere. What experts' weights get as a
+    gradient is the sum over slots."""
+    rng = np.random.default_rng(seed)
+    ranks, f = over(*split, moved, 1, 2)
+    experts, slots, before = ranks, 3 * ranks, 2 * ranks
+    weights, ct = rng.normal(size=(experts, 2)), rng.normal(size=(slots, 2))
+    placement = drawn_placement(rng, experts, slots)
+    placement[rng.integers(slots)] = -1
+    previous = drawn_placement(rng, experts, before)
+    previous[rng.integers(before)] = -1
+    with X64():
+        found = [one(weights, placement, previous, ct) for one in (f, whole_moved)]
+    want = np.where((placement >= 0)[:, None], weights[placement], 0)
+    there = np.isin(placement, previous)[:, None]
+    slopes = np.array([ct[placement == e].sum(0) for e in range(experts)])
+    for y, again, gradient in found:
+        np.testing.assert_array_equal(y, want)
+        np.testing.assert_array_equal(again, np.where(there, want, 0))
+        np.testing.assert_allclose(gradient, slopes, rtol=1e-12, atol=1e-12)
+    assert f._cache_size() == 1
+
+
+def test_weights_without_types_of_variation():
+    rng = np.random.default_rng(6)
+    placement = drawn_placement(rng, 4, 8)
+    _, f = over((4,), "a", moved, 1, 2, check_vma=False)
+    weights, ct = rng.normal(size=(4, 2)), rng.normal(size=(8, 2))
+    with X64():
+        y, again, gradient = f(weights, placement, placement[::-1].copy(), ct)
+    np.testing.assert_array_equal(y, weights[placement])
+    np.testing.assert_array_equal(again, weights[placement])
+    slopes = [ct[placement == e].sum(0) for e in range(4)]
+    np.testing.assert_allclose(gradient, slopes, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(RANKS < 4, reason="a mesh of four ranks")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_weights_of_global_arrays(kind):
+    """They stay split as they are along another axis, and nothing is compiled again."""
+    mesh = make_mesh((2, 2), ("ep", "tp"), axis_type=kind)
+    rng = np.random.default_rng(4)
+    weights = rng.normal(size=(6, 3, 4)).astype(np.float32)
+    there = jax.device_put(weights, NamedSharding(mesh, P("ep", None, "tp")))
+    older, newer = (drawn_placement(rng, 3, 6) for _ in range(2))
+
+    @jax.jit
+    def f(weights, placement, previous):
+        sums = moe.sum_replicas({"up": weights}, previous, axis_name="ep", mesh=mesh)["up"]
+        return sums, moe.place_weights(
+            sums, placement, previous=previous, axis_name="ep", mesh=mesh
+        )
+
+    for previous, placement in ((older, newer), (newer, older)):
+        sums, moved = f(there, placement, previous)
+        want = sums_of(weights, previous)
+        np.testing.assert_allclose(sums, want, rtol=1e-5, atol=1e-6)
+        at = [list(previous).index(e) for e in placement]
+        np.testing.assert_array_equal(moved, np.asarray(sums)[at])
+        assert sums.sharding.spec == moved.sharding.spec == P("ep", None, "tp")
+    assert f._cache_size() == 1
+    # Nothing is larger than two slots of both ranks, in parts along tp.
+    text = f.lower(there, newer, older).compile().as_text()
+    assert "collective-permute" in text and "all-gather" not in text
+    # Outside of jit, on the mesh that the array lies on.
+    sums = moe.sum_replicas(there, older, axis_name="ep")
+    np.testing.assert_allclose(sums, sums_of(weights, older), rtol=1e-5, atol=1e-6)
+
+
+def test_weights_of_many_types():
+    """In place of layers that are scanned over, and quantised."""
+    rng = np.random.default_rng(5)
+    mesh = make_mesh((2,), ("ep",))
+    layers = {
+        "float8": rng.normal(size=(3, 4, 2)).astype(jnp.float8_e4m3fn),
+        "int8": rng.integers(-128, 128, (3, 4, 2)).astype(np.int8),
+    }
+    placement = np.stack([drawn_placement(rng, 4, 6) for _ in range(3)])
+    place = functools.partial(moe.place_weights, axis_name="ep")
+    f = jax.shard_map(
+        jax.vmap(place), mesh=mesh, in_specs=(P(None, "ep"), P()), out_specs=P(None, "ep")
+    )
+    for name, array in jax.jit(f)(layers, placement).items():
+        assert array.dtype == layers[name].dtype
+        want = np.stack([a[p] for a, p in zip(layers[name], placement, strict=True)])
+        np.testing.assert_array_equal(np.asarray(array), want)
+
+
+def test_weights_check_their_operands():
+    w, placement = np.zeros((4, 2), np.float32), np.arange(6) % 4
+    with pytest.raises(ValueError, match=r"gradients \(4, 2\) have 4 physical slots on each of 1"):
+        moe.sum_replicas(w, placement)
+    with pytest.raises(ValueError, match=r"weights \(4, 2\) have 4 .*, and previous \(6,\) has 6"):
+        moe.place_weights(w, placement, previous=placement)
+    with pytest.raises(TypeError, match="gradients must be floating, got int32"):
+        moe.sum_replicas(np.zeros((6, 2), np.int32), placement)
+    with pytest.raises(TypeError, match=r"place_weights: placement must be integers \[S\]"):
+        moe.place_weights(w, placement.astype(np.float32))
+    with pytest.raises(TypeError, match=r"weights must be arrays \[slots, ...\], got float"):
+        moe.place_weights([w, 1.0], placement)
+    with pytest.raises(ValueError, match="outside shard_map and there is no mesh"):
+        moe.sum_replicas(w, np.arange(4), axis_name="ep")
+    mesh = make_mesh((4,), ("ep",))
+    place = functools.partial(moe.place_weights, axis_name="ep", mesh=mesh)
+    with pytest.raises(ValueError, match=r"the 4 ranks along .* do not divide .* \(6,\)"):
+        place(w, placement)
+    with pytest.raises(ValueError, match="weights has shape .* do not divide its dimension 0"):
+        place(w[:3], placement)
+    with pytest.raises(ValueError, match=r"names \['ep'\], but the mesh has axes \('tp',\)"):
+        moe.place_weights(w, placement, axis_name="ep", mesh=make_mesh((4,)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -124,6 +124,42 @@ def with_specs(
             )
         return zeros
     return mapped(dict(operands))
+
+
+def split_first(
+    op: Callable[..., list[jax.Array]],
+    what: str,
+    arrays: Sequence[jax.Array],
+    whole: Sequence[jax.Array],
+    *,
+    axis_name: AxisName,
+    mesh: Mesh | AbstractMesh | None,
+) -> list[jax.Array]:
+    """Runs `op` inside a shard_map over these axes, which split the first dimension of arrays and
+    of their results. Other axes split them as they do.
+
+    Args:
+      op: (one rank's arrays, *whole) -> as many arrays.
+      what: what the arrays are, for messages.
+      whole: arrays that are the same on all ranks.
+    """
+    names, mesh = as_tuple(axis_name), _mesh_for(mesh, *arrays)
+    missing = [n for n in names if n not in mesh.axis_names]
+    if missing:
+        raise ValueError(f"{axis_name=} names {missing}, but the mesh has axes {mesh.axis_names}")
+    # What an Explicit axis splits is in types, which operations inside would have to agree with.
+    explicit = {n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+                if kind == AxisType.Explicit}  # fmt: skip
+    specs = [_with_axis(_spec(array, None), array.ndim, 0, names) for array in arrays]
+    for array, spec in zip(arrays, specs, strict=True):
+        _check_divides(f"jflux.{what}", array, spec, mesh)
+    placed, nothing = list(arrays), [PartitionSpec()] * len(whole)
+    if explicit:
+        placed = [_reshard(a, mesh=mesh, spec=s) for a, s in zip(arrays, specs, strict=True)]
+        whole = [_reshard(a, mesh=mesh, spec=s) for a, s in zip(whole, nothing, strict=True)]
+    return jax.shard_map(
+        op, mesh=mesh, in_specs=(specs, *nothing), out_specs=specs, axis_names={*names, *explicit}
+    )(placed, *whole)
 
 
 def _reshard(array: jax.Array, *, mesh: Any, spec: PartitionSpec) -> jax.Array:
