@@ -26,6 +26,8 @@ from ._ops.experts.losses import z_loss as z_loss
 from ._ops.experts.placement import place as place
 from ._ops.experts.placement import place_weights as place_weights
 from ._ops.experts.placement import sum_replicas as sum_replicas
+from ._ops.experts.placement_choice import choose_placement as choose_placement
+from ._ops.experts.placement_choice import rank_loads as rank_loads
 from ._ops.experts.routing import Routing as Routing
 from ._ops.experts.routing import Statistics as Statistics
 from ._ops.experts.routing import count as count

@@ -357,3 +357,107 @@ def test_weights_check_their_operands():
         place(w[:3], placement)
     with pytest.raises(ValueError, match=r"names \['ep'\], but the mesh has axes \('tp',\)"):
         moe.place_weights(w, placement, axis_name="ep", mesh=make_mesh((4,)))
+
+
+# ---- The choice of a placement -------------------------------------------------------------------
+
+
+def largest(loads, placement, ranks):
+    """The load of the fullest rank, by a loop."""
+    total = [0.0] * ranks
+    for slot, e in enumerate(placement):
+        total[slot * ranks // len(placement)] += loads[e] / list(placement).count(e)
+    return max(total)
+
+
+@st.composite
+def drawn_loads(draw):
+    """(loads [E], slots, ranks)."""
+    ranks = draw(st.integers(1, 6))
+    slots = ranks * draw(st.integers(1, 6))
+    experts = draw(st.one_of(st.just(slots), st.integers(1, slots)))
+    sizes = st.sampled_from([st.integers(0, 3), st.integers(0, 1000), st.just(7)])
+    loads = draw(st.lists(draw(sizes), min_size=experts, max_size=experts))
+    return np.array(loads), slots, ranks
+
+
+@given(drawn_loads())
+@examples(300)
+def test_choose_placement(drawn):
+    loads, slots, ranks = drawn
+    experts = len(loads)
+    placement = moe.choose_placement(loads, slots, ranks)
+    assert placement.dtype == np.int32 and placement.shape == (slots,)
+    replicas = np.bincount(placement, minlength=experts)
+    assert len(replicas) == experts and replicas.min() >= 1
+    assert all((np.diff(own) >= 0).all() for own in placement.reshape(ranks, -1))
+    np.testing.assert_array_equal(
+        moe.choose_placement(loads.astype(float), slots, ranks), placement
+    )
+    most = largest(loads, placement, ranks)
+    np.testing.assert_allclose(moe.rank_loads(loads, placement, ranks).max(), most)
+    np.testing.assert_allclose(moe.rank_loads(loads, placement, ranks).sum(), loads.sum())
+    if experts % ranks == 0:
+        assert most <= largest(loads, np.arange(experts), ranks) * (1 + 1e-12)
+    if slots == experts:
+        assert (replicas == 1).all()
+        if np.ptp(loads) == 0 or ranks == 1:
+            np.testing.assert_array_equal(placement, np.arange(experts))
+
+
+@given(drawn_loads())
+@examples(100)
+def test_replicas_are_of_the_experts_that_need_them(drawn):
+    """No other numbers of replicas would make the largest load of a slot smaller."""
+    loads, slots, _ = drawn
+    share = loads / np.bincount(moe.choose_placement(loads, slots, 1))
+    low = 0.0  # the smallest limit that so many slots can keep: one of loads / replicas
+    for limit in np.unique(np.concatenate([loads / r for r in range(1, slots + 1)])):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            needed = np.where(loads > 0, np.ceil(loads / limit - 1e-9), 1)
+        if limit > 0 and np.maximum(needed, 1).sum() <= slots:
+            low = limit
+            break
+    assert share.max() <= low * (1 + 1e-9)
+
+
+def test_experts_stay_where_no_placement_is_better():
+    """Here the greedy one has ranks of 7 and 5."""
+    np.testing.assert_array_equal(moe.choose_placement([3, 3, 0, 2, 2, 2], 6, 2), np.arange(6))
+    found = moe.choose_placement([3, 3, 0, 2, 2, 2], 8, 2)
+    assert moe.rank_loads([3, 3, 0, 2, 2, 2], found, 2).max() == 6
+
+
+def test_a_placement_of_skewed_loads():
+    """That of one expert with half of the tokens, by which ranks have equal loads."""
+    loads = np.array([700, 100, 100, 100, 100, 100, 100, 100])
+    placement = moe.choose_placement(loads, 16, 4)
+    assert moe.rank_loads(loads, np.arange(8), 4).max() == 800
+    assert moe.rank_loads(loads, placement, 4).max() < 1.02 * loads.sum() / 4
+    layers = np.stack([loads, loads[::-1]])
+    each = moe.choose_placement(layers, 16, 4)
+    assert each.shape == (2, 16)
+    np.testing.assert_array_equal(each[0], placement)
+    of_each = [moe.rank_loads(one, p, 4) for one, p in zip(layers, each, strict=True)]
+    np.testing.assert_array_equal(moe.rank_loads(layers, each, 4), of_each)
+
+
+def test_loads_of_placements_with_gaps():
+    """A slot without an expert gets nothing, and the tokens of an expert without a slot go
+    nowhere."""
+    found = moe.rank_loads([6, 5, 4], [0, -1, 0, 2, 7, 0], 3)
+    np.testing.assert_array_equal(found, [2, 6, 2])
+
+
+def test_choices_of_placements_check_their_arguments():
+    with pytest.raises(ValueError, match="slots=3 must be at least the 4 experts"):
+        moe.choose_placement(np.ones(4), 3, 1)
+    with pytest.raises(ValueError, match="ranks=3 must divide slots=4"):
+        moe.choose_placement(np.ones(4), 4, 3)
+    for wrong in (np.array(3.0), np.array([1, -1]), np.array([1, np.nan])):
+        with pytest.raises(ValueError, match=r"must be \[..., E\], finite and not negative"):
+            moe.choose_placement(wrong, 2, 1)
+    with pytest.raises(ValueError, match=r"placement must be integers \['S'\].* got float64"):
+        moe.rank_loads(np.ones(2), np.ones(2), 1)
+    with pytest.raises(ValueError, match="ranks=3 must divide the slots"):
+        moe.rank_loads(np.ones(2), np.arange(2), 3)
