@@ -60,7 +60,10 @@ SAMPLES = {
         "np.testing.assert_allclose(attend(x, *weights), 4 * 64, rtol=1e-5)",
     ],
     "docs/guide/moe.md": [
-        "assert all(jnp.isfinite(g).all() for g in jax.tree.leaves((loss, gradients)))"
+        "assert all(jnp.isfinite(g).all() for g in jax.tree.leaves((loss, gradients, weights)))",
+        "alike = placement == placement[0]",
+        "assert all((a[alike] == a[0]).all() for a in map(np.asarray, weights))",
+        "assert mesh.shape['ep'] == 1 or after < before and placement is newer",
     ],
     "docs/guide/recipes.md": [
         "assert losses[-1] < losses[0] - 1 and linen_losses[-1] < linen_losses[0]",

@@ -1,6 +1,7 @@
 """jflux.nn.mixture and the MoE layers against every expert on every token, in float64."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -72,24 +73,31 @@ def dense(
     return y.reshape(x.shape), balance, z, counts, dropped
 
 
-def kept_slots(x, params, capacity, groups=1, ep=1, tp=1, select=moe.top_k_softmax, mask=None):
+def kept_slots(
+    x, params, capacity, groups=1, ep=1, tp=1, select=moe.top_k_softmax, mask=None, placement=None
+):
     """[T, k] for `dense`, of x [b, s, d] whose first dimension is split over so many groups and
-    ranks along ep, and the second over those along tp; each group fills its own experts. Tokens
-    that the mask leaves out take no place."""
+    ranks along ep, and the second over those along tp; each group fills its own experts, or the
+    physical slots of a placement, which an expert's tokens take in turn. Tokens that the mask
+    leaves out take no place."""
     bias = {} if "router_bias" not in params else {"bias": params["router_bias"]}
-    indices = np.array(select(x.reshape(-1, x.shape[-1]) @ params["router"], K, **bias)[0])
+    choose = jax.jit(select, static_argnums=1)
+    indices = np.array(choose(x.reshape(-1, x.shape[-1]) @ params["router"], K, **bias)[0])
     if mask is not None:
         indices[~mask.reshape(-1)] = -1
     b, s = x.shape[:2]
     at = np.arange(b * s).reshape(groups, ep, b // groups // ep, tp, s // tp)
     kept = np.zeros(indices.shape)
+    experts = params["router"].shape[1]
+    placement = np.arange(experts) if placement is None else placement
     for tokens in np.moveaxis(at, 3, 2).reshape(groups, -1):
-        left = np.full(params["router"].shape[1], capacity)
+        left = np.full(len(placement), capacity)
+        turns = [itertools.cycle(np.flatnonzero(placement == e)) for e in range(experts)]
         for t in tokens:
             for j, expert in enumerate(indices[t]):
-                if expert >= 0:
-                    kept[t, j] = left[expert] > 0
-                    left[expert] -= 1
+                if expert >= 0 and (slot := next(turns[expert], None)) is not None:
+                    kept[t, j] = left[slot] > 0
+                    left[slot] -= 1
     return kept
 
 

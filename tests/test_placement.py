@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import moe
+from jflux._ops.experts import placement as placements
 
 pytestmark = pytest.mark.wide
 X64 = functools.partial(jax.enable_x64, True)
@@ -46,6 +47,7 @@ def placed(indices, placement, experts):
 
 
 place = jax.jit(moe.place, static_argnums=2)
+shares = jax.jit(placements.shares)
 
 
 @given(SEEDS, st.sampled_from([(7, 2, 4, 6), (40, 6, 9, 16), (1, 1, 1, 3)]))
@@ -62,6 +64,9 @@ def test_choices_take_turns(seed, size):
     got, want = place(indices, placement, experts), placed(indices, placement, experts)
     assert got.dtype == np.int32
     np.testing.assert_array_equal(got, want)
+    counts = np.bincount(want[(want >= 0) & (want < slots)], minlength=slots)
+    asked = np.bincount(indices[(indices >= 0) & (indices < experts)], minlength=experts)
+    np.testing.assert_array_equal(shares(asked.astype(np.int32), placement), counts)
 
 
 @given(SEEDS, st.data())

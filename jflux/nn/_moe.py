@@ -21,6 +21,7 @@ from .._ops.collectives.exchange import all_gather, reduce_scatter
 from .._ops.experts import gates, moe_dispatch
 from .._ops.experts._checks import check_mask
 from .._ops.experts.losses import has_expert
+from .._ops.experts.placement import check_placement, shares
 from .._ops.products.grouped_matmul import grouped_matmul
 from .._ranks import global_arrays, meshes
 from .._ranks.meshes import AxisName
@@ -41,7 +42,8 @@ class MixtureOutput(NamedTuple):
       load_balancing: [], :func:`jflux.moe.load_balancing_loss` of all tokens.
       z: [], :func:`jflux.moe.z_loss` of all tokens, which are the same: those with an expert.
       tokens_per_expert: i32 [E], slots that chose each expert, of all tokens, with those dropped.
-      dropped: i32 [], slots of all tokens that found no place in their expert's `capacity`.
+      dropped: i32 [], slots of all tokens that found no place in the `capacity` of their expert, or
+        with a `placement` of their physical slot, or whose expert has no physical slot.
     """
 
     y: jax.Array
@@ -71,6 +73,7 @@ def mixture(
     router_bias: jax.Array | None = None,
     shared: Sequence[jax.Array] | None = None,
     mask: jax.Array | None = None,
+    placement: jax.Array | None = None,
     recipe: Recipe | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
@@ -127,6 +130,12 @@ def mixture(
         nothing: its y is zero, of `shared` too, its gradients are zeros, and neither losses, counts
         nor `capacity` know of it. `select` sees zeros in place of its logits, and what it chooses
         for them does not matter. None: all are tokens.
+      placement: [S] integers, the expert that each physical slot holds, the same on all ranks. It
+        may change without compiling again. `up`, `gate` and `down` are then of physical slots,
+        [S/M, ...] on each rank. Tokens of an expert take its physical slots in turn, as
+        :func:`jflux.moe.place` says, in the order that `capacity` has, which is a physical slot's.
+        Each of these has the gradient of its own tokens: :func:`jflux.moe.sum_replicas`. An expert
+        without one drops its tokens. None: one for each expert, in order.
       recipe: a :class:`jflux.Recipe`, by which the experts' products, and those of `shared`, are
         made in 8 bits; tokens travel, and are chosen for, as without.
       mesh, x_spec: for global arrays, as in :func:`column_parallel`.
@@ -143,10 +152,12 @@ def mixture(
     options.check(x, router)
     if mask is not None:
         mask = check_mask("jflux.nn.mixture", mask, x.shape[:-1])
+    if placement is not None:
+        placement = check_placement("nn.mixture", placement, router.shape[1])
     operands: dict[str, Any] = {
         "x": x, "router": router, "up": up, "down": down, "gate": gate,
         "router_bias": router_bias, "shared": None if shared is None else tuple(shared),
-        "mask": mask,
+        "mask": mask, "placement": placement,
     }  # fmt: skip
     axes = meshes.axes_of(axis_name, expert_axis)
     if not axes or meshes.is_bound(axes):
@@ -194,7 +205,8 @@ class _Options:
 
 @dataclasses.dataclass(frozen=True)
 class _Experts:
-    """This rank's experts: weights [E/M, ...], and what they do between two products."""
+    """This rank's experts, or physical slots: weights [E/M, ...], and what they do between two
+    products."""
 
     up: jax.Array
     down: jax.Array
@@ -233,6 +245,7 @@ def _over_global_arrays(
         "down": PartitionSpec(experts, rows, None),
         "router_bias": PartitionSpec(),
         "mask": PartitionSpec(*list(spec)[:-1]),
+        "placement": PartitionSpec(),
     }
     given = dict(operands)
     for i, one in enumerate(given.pop("shared") or ()):
@@ -263,12 +276,13 @@ def _mixture(
     router_bias: jax.Array | None,
     shared: Sequence[jax.Array] | None,
     mask: jax.Array | None,
+    placement: jax.Array | None,
 ) -> MixtureOutput:
     """On one rank."""
     tp, ep = meshes.axes_of(options.axis_name), meshes.axes_of(options.expert_axis)
     split = (*ep, *tp) if options.sequence_parallel else ep
     gathers, capacity = options.exchange == "gather", options.capacity
-    _check_experts(router, up, ep)
+    _check_experts(router, up, placement, ep)
     real = None if mask is None else mask.reshape(-1)
     x = _of_real_tokens(x, mask)
     tokens = x.reshape(-1, x.shape[-1])
@@ -282,7 +296,7 @@ def _mixture(
             f"{indices.dtype}; jax.lax.top_k returns (values, indices)"
         )
     indices, weights = gates.of_real_tokens(indices, weights, real)
-    losses = _losses(logits, indices, capacity, split, loss_axes)
+    losses = _losses(logits, indices, placement, capacity, split, loss_axes)
 
     # Those that see all of their group's tokens before the experts, and sum after them.
     gathered = split if gathers else tp if options.sequence_parallel else ()
@@ -290,6 +304,9 @@ def _mixture(
         tokens = all_gather(tokens, axis_name=gathered, axis=0, tiled=True)
         weights = all_gather(weights, axis_name=gathered, axis=0, tiled=True)
         indices = _lax.all_gather(indices, gathered, axis=0, tiled=True)
+    if placement is not None:
+        others = None if gathers else ep  # whose tokens come before the experts are not here
+        indices = moe.place(indices, placement, router.shape[1], axis_name=others or None)
     experts = _Experts(up, down, gate, options.activation, options.recipe)
     if gathers:
         y = _of_own_experts(tokens, _own(indices, up.shape[0], ep), weights, experts, capacity)
@@ -310,19 +327,28 @@ def _of_real_tokens(a: jax.Array, mask: jax.Array | None) -> jax.Array:
     return a if mask is None else jnp.where(mask[..., None], a, jnp.zeros((), a.dtype))
 
 
-def _check_experts(router: jax.Array, up: jax.Array, ep: tuple[Any, ...]) -> None:
-    ranks = meshes.axis_size(ep) if ep else 1
-    if up.shape[0] * ranks != router.shape[1]:
+def _check_experts(
+    router: jax.Array, up: jax.Array, placement: jax.Array | None, ep: tuple[Any, ...]
+) -> None:
+    ranks, experts = meshes.axis_size(ep) if ep else 1, router.shape[1]
+    if placement is not None and up.shape[0] * ranks != placement.shape[0]:
         raise ValueError(
-            f"jflux.nn.mixture: router {router.shape} chooses among {router.shape[1]} experts, and "
-            f"up {up.shape} has {up.shape[0]} on each of {ranks} ranks along expert_axis; it must "
-            "have E/M"
+            f"jflux.nn.mixture: placement {placement.shape} is of {placement.shape[0]} physical "
+            f"slots, and up {up.shape} has {up.shape[0]} on each of {ranks} ranks along "
+            "expert_axis; it must have S/M"
+        )
+    if placement is None and up.shape[0] * ranks != experts:
+        raise ValueError(
+            f"jflux.nn.mixture: router {router.shape} chooses among {experts} experts, and up "
+            f"{up.shape} has {up.shape[0]} on each of {ranks} ranks along expert_axis; it must "
+            "have E/M, or a placement say which expert is where"
         )
 
 
 def _losses(
     logits: jax.Array,
     indices: jax.Array,
+    placement: jax.Array | None,
     capacity: int | None,
     split: tuple[Any, ...],
     loss_axes: tuple[Any, ...],
@@ -336,15 +362,22 @@ def _losses(
     tokens = _lax.psum(tokens, own) if own else tokens
     # Of tokens that are the same along an axis each rank sends its copies to the experts.
     copies = math.prod(meshes.axis_size(name) for name in split if name not in own)
-    dropped = jnp.zeros_like(tokens)
-    if capacity is not None:
-        dropped = jnp.maximum(copies * tokens - capacity, 0)
-    counts = tokens, jnp.sum(dropped, dtype=jnp.int32)
+    counts = tokens, _dropped(copies * tokens, placement, capacity)
     return (
         moe.load_balancing_loss(logits, indices, axis_name=over or None),
         moe.z_loss(logits, mask=real, axis_name=over or None),
         *(_lax.psum(counts, others) if others else counts),
     )
+
+
+def _dropped(tokens: jax.Array, placement: jax.Array | None, capacity: int | None) -> jax.Array:
+    """How many slots find no place, of so many that chose each expert."""
+    if placement is None:
+        over = jnp.zeros_like(tokens) if capacity is None else jnp.maximum(tokens - capacity, 0)
+        return jnp.sum(over, dtype=jnp.int32)
+    taken = shares(tokens, placement)
+    taken = taken if capacity is None else jnp.minimum(taken, capacity)
+    return jnp.sum(tokens, dtype=jnp.int32) - jnp.sum(taken, dtype=jnp.int32)
 
 
 def _own(indices: jax.Array, experts: int, ep: tuple[Any, ...]) -> jax.Array:

@@ -82,6 +82,18 @@ def place(
     return jnp.where(known, found, jnp.where(indices == -1, -1, slots))
 
 
+def shares(tokens_per_expert: jax.Array, placement: jax.Array) -> jax.Array:
+    """i32 [S]: how many choices each physical slot gets from :func:`place`, of so many for each
+    expert [E]."""
+    experts = tokens_per_expert.shape[0]
+    placement = value_checks.to_int32(placement)
+    held = _held(placement, experts)
+    replicas = held.counts[placement]
+    earlier = number_among_equals(placement[:, None], held)[:, 0]
+    share = (tokens_per_expert[placement] + replicas - 1 - earlier) // jnp.maximum(replicas, 1)
+    return jnp.where(held.destination[:, 0] >= 0, share, 0)
+
+
 def check_placement(op: str, placement: Any, num_experts: int) -> jax.Array:
     """A placement, i32 [S]."""
     placement = _integers(op, "placement", placement)
