@@ -1,4 +1,4 @@
-"""jflux.nn.mixture with a placement of experts in physical slots, against every
+"""jflux.nn.mixture and the MoE layers with a placement of experts in physical slots, against every
 expert on every token, in float64."""
 
 import functools
@@ -19,6 +19,7 @@ from test_nn_moe import (
     B,
     D,
     E,
+    F,
     K,
     S,
     dense,
@@ -288,3 +289,107 @@ def test_wrong_placements():
     more = in_slots(params, np.arange(6) % 4)
     with pytest.raises(ValueError, match="must have E/M, or a placement say which expert is where"):
         jflux.nn.mixture(x, **more, k=K)
+
+
+# ---- Layers --------------------------------------------------------------------------------------
+
+LOGICAL = {"router": "embed", "up": "expert", "gate": "expert", "down": "expert"}
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_layers_take_a_placement(kind):
+    """On global arrays, and then another one. Replicas are equal at first."""
+    pytest.importorskip("flax")
+    from flax import nnx
+
+    from jflux.nn import linen
+    from jflux.nn import nnx as layers
+
+    rng = np.random.default_rng(9)
+    x = rng.normal(size=(B, S, D)).astype(np.float32)
+    options = {"expert_axis": "ep", "physical_slots": SLOTS, "capacity": 4}
+    first, other = np.arange(SLOTS) % E, drawn_placement(rng, E, SLOTS)
+    mesh = make_mesh((2, 2), ("ep", "tp"))
+
+    @jax.jit
+    def moved(arrays, placement, previous):
+        held = {name: arrays[name] for name in EXPERTS}
+        return arrays | moe.place_weights(held, placement, previous=previous, axis_name="ep")
+
+    with jax.set_mesh(mesh):
+        if kind == "linen":
+            layer = linen.MoE(E, F, K, **options)
+            params = jax.jit(layer.init)(jax.random.key(0), x)["params"]
+            assert {n: box.names[0] for n, box in params.items()} == LOGICAL
+            arrays = {name: box.unbox() for name, box in params.items()}
+            apply = jax.jit(functools.partial(layer.apply, mutable=["intermediates"]))
+
+            def call(arrays, placement):
+                y, sown = apply({"params": arrays}, x, None, placement)
+                return y, sown["intermediates"]
+
+        else:
+            layer = layers.MoE(D, E, F, K, rngs=nnx.Rngs(0), **options)
+            assert {n: getattr(layer, n).out_sharding[0] for n in layer.names} == LOGICAL
+            arrays = {name: getattr(layer, name)[...] for name in layer.names}
+
+            @nnx.jit
+            def apply(layer, x, placement):
+                y = layer(x, placement=placement)
+                return y, nnx.pop(layer, (layers.Loss, nnx.Intermediate))
+
+            def call(arrays, placement):
+                for name, array in arrays.items():
+                    getattr(layer, name)[...] = array
+                return apply(layer, x, placement)
+
+        for name in EXPERTS:
+            held = np.asarray(arrays[name])
+            np.testing.assert_array_equal(held, held[first])
+            assert len({one.tobytes() for one in held}) == E
+        got = [call(arrays, first), call(moved(arrays, other, first), other)]
+    of_experts = {name: np.asarray(array) for name, array in arrays.items()}
+    of_experts |= {name: of_experts[name][:E] for name in EXPERTS}
+    for (y, sown), placement in zip(got, (first, other), strict=True):
+        kept = kept_slots(x, of_experts, 4, ep=2, tp=2, placement=placement)
+        y_want, *_, counts, dropped = exact(x, **of_experts, kept=kept)
+        np.testing.assert_allclose(y, y_want, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(jax.tree.leaves(sown["tokens_per_expert"])[0], counts)
+        assert jax.tree.leaves(sown["dropped"])[0] == dropped > 0
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_layers_have_a_placement(kind):
+    """That of a call without one."""
+    pytest.importorskip("flax")
+    from flax import nnx
+
+    from jflux.nn import linen
+    from jflux.nn import nnx as layers
+
+    x = np.random.default_rng(10).normal(size=(B, S, D)).astype(np.float32)
+    options = {"axis_name": None, "physical_slots": 6, "capacity": 4}
+    if kind == "linen":
+        layer = linen.MoE(E, F, K, **options)
+        params = jax.jit(layer.init)(jax.random.key(0), x)["params"]
+        arrays = {name: box.unbox() for name, box in params.items()}
+        y = jax.jit(layer.apply)({"params": arrays}, x)
+    else:
+        with jax.set_mesh(make_mesh((1,))):
+            layer = layers.MoE(D, E, F, K, rngs=nnx.Rngs(0), sows=False, **options)
+            arrays = {name: getattr(layer, name)[...] for name in layer.names}
+            y = nnx.jit(lambda layer, x: layer(x))(layer, x)
+    arrays = {name: np.asarray(array) for name, array in arrays.items()}
+    arrays |= {name: arrays[name][:E] for name in EXPERTS}
+    kept = kept_slots(x, arrays, 4, placement=np.arange(6) % E)
+    assert kept.sum() < kept.size
+    np.testing.assert_allclose(y, exact(x, **arrays, kept=kept)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_layers_want_a_slot_for_each_expert():
+    pytest.importorskip("flax")
+    from jflux.nn import linen
+
+    layer = linen.MoE(E, F, K, axis_name=None, physical_slots=3)
+    with pytest.raises(ValueError, match=r"placement \(3,\) has fewer physical slots"):
+        layer.init(jax.random.key(0), np.ones((B, S, D), np.float32))

@@ -52,12 +52,12 @@ def of_product(init: Initializer, inputs: int) -> Initializer:
     return wrapped
 
 
-def of_experts(init: Initializer) -> Initializer:
-    """`init` for kernels [experts, inputs, outputs]: each expert's is drawn by itself, so that its
-    fan-in is right."""
+def of_experts(init: Initializer, num_experts: int) -> Initializer:
+    """`init` for kernels [physical slots, inputs, outputs], of which slot s holds expert
+    ``s % num_experts``: each expert's is drawn by itself, so that its fan-in is right."""
 
     def wrapped(key: jax.Array, shape: Sequence[int], dtype: Any) -> Any:
-        keys = jax.random.split(key, shape[0])
+        keys = jax.random.split(key, num_experts)[jnp.arange(shape[0]) % num_experts]
         return jax.vmap(lambda key: meta.unbox(init(key, tuple(shape[1:]), dtype)))(keys)
 
     return wrapped

@@ -444,7 +444,8 @@ def shapes_of(layer: Any, d: int) -> dict[str, tuple[tuple[int, ...], tuple[Any,
     """(shape, logical axes) of each parameter of a layer, for x of this width."""
     e, f, s = layer.num_experts, layer.hidden_features, layer.shared_features
     expert, embed, hidden = layer.axes
-    inner, outer = ((e, d, f), (expert, embed, hidden)), ((e, f, d), (expert, hidden, embed))
+    p = physical_slots(layer)
+    inner, outer = ((p, d, f), (expert, embed, hidden)), ((p, f, d), (expert, hidden, embed))
     found = {"router": ((d, e), (embed, None)), "up": inner, "down": outer}
     if layer.gated:
         found["gate"] = inner
@@ -457,11 +458,23 @@ def shapes_of(layer: Any, d: int) -> dict[str, tuple[tuple[int, ...], tuple[Any,
     return found
 
 
+def physical_slots(layer: Any) -> int:
+    """How many experts' weights a layer has."""
+    return int(layer.num_experts if layer.physical_slots is None else layer.physical_slots)
+
+
 def of_layer(
-    layer: Any, x: jax.Array, params: dict[str, jax.Array], mask: jax.Array | None
+    layer: Any,
+    x: jax.Array,
+    params: dict[str, jax.Array],
+    mask: jax.Array | None,
+    placement: jax.Array | None,
 ) -> MixtureOutput:
     """The mixture of a layer with these parameters."""
     from ._flax import in_one_type
+
+    if placement is None and physical_slots(layer) != layer.num_experts:
+        placement = jnp.arange(physical_slots(layer), dtype=jnp.int32) % layer.num_experts
 
     kept = ("router", "router_bias")  # in the type that they have
     own: dict[str, Any] = {name: params[name] for name in kept if name in params}
@@ -474,4 +487,6 @@ def of_layer(
         name: getattr(layer, name)
         for name in (*(field.name for field in dataclasses.fields(_Options)), "loss_axis", "x_spec")
     }
-    return mixture(x, shared=shared or None, mask=mask, **options, **own, **rest)
+    return mixture(
+        x, shared=shared or None, mask=mask, placement=placement, **options, **own, **rest
+    )

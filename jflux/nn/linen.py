@@ -266,7 +266,8 @@ class MoE(nn.Module):
 
     Parameters: router [d, E], up and gate [E, d, F], down [E, F, d], and with `shared_features`
     shared_up, shared_gate [d, S] and shared_down [S, d]; with `use_router_bias` router_bias [E],
-    which has gradient zero.
+    which has gradient zero. With `physical_slots` up, gate and down have S in place of E, and are
+    drawn for the placement ``np.arange(S) % E``.
 
     Attributes:
       num_experts: E, of all ranks together.
@@ -276,7 +277,9 @@ class MoE(nn.Module):
       expert_axis: the mesh axis that experts, and tokens, are split over; None: none.
       loss_axis: further mesh axes that tokens are split over, inside ``shard_map``.
       exchange: how tokens come to their experts' ranks, "gather" or "dispatch".
-      capacity: how many slots an expert takes; None: all.
+      capacity: how many slots an expert takes, or with a placement a physical slot; None: all.
+      physical_slots: S, how many experts' weights there are, of all ranks together, for a
+        `placement` with replicas; None: E.
       gated: experts have a gate.
       shared_features: S, the hidden units of an expert of all tokens; 0: there is none.
       select: a function of ``jflux.moe`` that chooses.
@@ -296,6 +299,7 @@ class MoE(nn.Module):
     x_spec: PartitionSpec | None = None
     exchange: str = "gather"
     capacity: int | None = None
+    physical_slots: int | None = None
     activation: str = "silu"
     gated: bool = True
     shared_features: int = 0
@@ -310,22 +314,29 @@ class MoE(nn.Module):
     axes: Axes = ("expert", "embed", "mlp")
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        mask: jax.Array | None = None,
+        placement: jax.Array | None = None,
+    ) -> jax.Array:
         """The mixture of x [..., s/N, d]; with `expert_axis`, of each rank's own tokens. `mask`,
-        bool [..., s/N], says which of them are tokens, as in :func:`jflux.nn.mixture`."""
+        bool [..., s/N], says which of them are tokens, and `placement`, integers [S], which expert
+        each physical slot holds, as in :func:`jflux.nn.mixture`. Without one it is the placement
+        that weights are drawn for."""
         ranks = meshes.axes_of(self.axis_name, self.expert_axis)
 
         def param(name: str, init: Any, axes: Axes, *shape: int) -> jax.Array:
             return _param(self, name, init, axes, shape, ranks=ranks)
 
         shapes = _moe.shapes_of(self, x.shape[-1])
-        experts = _flax.of_experts(self.kernel_init)
+        experts = _flax.of_experts(self.kernel_init, self.num_experts)
         inits = {3: experts, 2: self.kernel_init, 1: nn.initializers.zeros_init()}
         params = {
             name: param(name, inits[len(shape)], axes, *shape)
             for name, (shape, axes) in shapes.items()
         }
-        out = _moe.of_layer(self, x, params, mask)
+        out = _moe.of_layer(self, x, params, mask, placement)
         self.sow("losses", "load_balancing", self.load_balancing_weight * out.load_balancing)
         self.sow("losses", "z", self.z_weight * out.z)
         self.sow("intermediates", "tokens_per_expert", out.tokens_per_expert)

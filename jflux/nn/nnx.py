@@ -453,6 +453,7 @@ class MoE(nnx.Module):
         x_spec: PartitionSpec | None = None,
         exchange: str = "gather",
         capacity: int | None = None,
+        physical_slots: int | None = None,
         activation: str = "silu",
         gated: bool = True,
         shared_features: int = 0,
@@ -471,7 +472,7 @@ class MoE(nnx.Module):
         self.num_experts, self.hidden_features, self.k = num_experts, hidden_features, k
         self.axis_name, self.expert_axis, self.loss_axis = axis_name, expert_axis, loss_axis
         self.sequence_parallel, self.x_spec = sequence_parallel, x_spec
-        self.exchange, self.capacity = exchange, capacity
+        self.exchange, self.capacity, self.physical_slots = exchange, capacity, physical_slots
         self.activation, self.gated, self.shared_features = activation, gated, shared_features
         self.select, self.use_router_bias, self.recipe = select, use_router_bias, recipe
         self.load_balancing_weight, self.z_weight, self.sows = load_balancing_weight, z_weight, sows
@@ -479,7 +480,7 @@ class MoE(nnx.Module):
         if rules is None and not _rules.ambient_rules():
             rules = _rules.logical_axis_rules(axis_name, expert_axis=expert_axis)
         init: dict[int, Initializer] = {
-            3: _flax.of_experts(kernel_init), 2: kernel_init, 1: _flax.bias_init,
+            3: _flax.of_experts(kernel_init, num_experts), 2: kernel_init, 1: _flax.bias_init,
         }  # fmt: skip
         shapes = _moe.shapes_of(self, features)
         for name, (shape, names) in shapes.items():
@@ -487,11 +488,18 @@ class MoE(nnx.Module):
             setattr(self, name, _param(value, names, axis_name, rules))
         self.names = tuple(shapes)
 
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        mask: jax.Array | None = None,
+        placement: jax.Array | None = None,
+    ) -> jax.Array:
         """The mixture of x [..., s/N, d]; with `expert_axis`, of each rank's own tokens. `mask`,
-        bool [..., s/N], says which of them are tokens, as in :func:`jflux.nn.mixture`."""
+        bool [..., s/N], says which of them are tokens, and `placement`, integers [S], which expert
+        each physical slot holds, as in :func:`jflux.nn.mixture`. Without one it is the placement
+        that weights are drawn for."""
         params = {name: getattr(self, name)[...] for name in self.names}
-        out = _moe.of_layer(self, x, params, mask)
+        out = _moe.of_layer(self, x, params, mask, placement)
         if self.sows:
             self.sow(Loss, "load_balancing", self.load_balancing_weight * out.load_balancing)
             self.sow(Loss, "z", self.z_weight * out.z)
