@@ -216,7 +216,7 @@ def test_links_and_paths(doc):
 
 @functools.cache
 def _names_of_code() -> frozenset[str]:
-    """All words of the sources, less the comments of C++."""
+    """All words of the sources, less the comments of C++, and what its macros make of them."""
     names: set[str] = set()
     for folder in ("cc", "jflux", "tests"):
         for source in (ROOT / folder).rglob("*.*"):
@@ -224,6 +224,9 @@ def _names_of_code() -> frozenset[str]:
                 text = source.read_text()
                 text = text if source.suffix == ".py" else re.sub(r"//.*", "", text)
                 names.update(re.findall(r"\w+", text))
+                names.update(
+                    f"{op}Kernel" for op in re.findall(r"JFLUX_GEMM_KERNEL\((\w+)\)", text)
+                )
     return frozenset(names)
 
 
