@@ -45,6 +45,8 @@ import jflux.nn
 AXIS = "tensor_sequence"
 #: Its axis whose ranks have parts of the sequence while attending too.
 CONTEXT_AXIS = "context"
+#: Its default configuration.
+BASE = str(pathlib.Path(maxtext.__file__).parent / "configs" / "base.yml")
 
 
 class ContextAttention(attention_op.AttentionOp):
@@ -69,9 +71,8 @@ class ContextAttention(attention_op.AttentionOp):
         )  # fmt: skip
 
 
-def config_of(devices: int, ranks: int, context: int = 1, **changes):
-    """A small Llama, on devices // (ranks context) x context x ranks devices."""
-    base = pathlib.Path(maxtext.__file__).parent / "configs" / "base.yml"
+def options_of(devices: int, ranks: int, context: int = 1, **changes):
+    """What MaxText is told of a small Llama, on devices // (ranks context) x context x ranks."""
     options = {
         "run_name": "jflux", "base_output_directory": tempfile.gettempdir(),
         "enable_checkpointing": False, "dataset_type": "synthetic", "log_config": False,
@@ -84,7 +85,12 @@ def config_of(devices: int, ranks: int, context: int = 1, **changes):
         "ici_fsdp_parallelism": devices // ranks // context,
         "ici_context_parallelism": context, "ici_tensor_sequence_parallelism": ranks,
     }  # fmt: skip
-    return pyconfig.initialize(["", str(base)], **{**options, **changes})
+    return {**options, **changes}
+
+
+def config_of(*sizes: int, **changes):
+    """MaxText's configuration of `options_of` the same arguments."""
+    return pyconfig.initialize(["", BASE], **options_of(*sizes, **changes))
 
 
 def mesh_of(config, devices: int) -> Mesh:
@@ -118,26 +124,32 @@ def step_of(model: Transformer):
     return params, jax.value_and_grad(loss)
 
 
-def both(config, mesh: Mesh, recipe: str | None = None):
-    """(plain, fused), of the same parameters: each the loss, the gradients by name, and the text of
-    the compiled program. With a recipe, by its name, the products of `fused` are in 8 bits."""
+def quantization(recipe: str | None = None) -> jflux.nn.TensorParallel:
+    """What takes the place of MaxText's; with a recipe, by its name, products are in 8 bits."""
+    return jflux.nn.TensorParallel(AXIS, x_spec=P(("data", "fsdp"), CONTEXT_AXIS), recipe=recipe)
+
+
+def results(config, mesh: Mesh, *quants):
+    """Of the model with each of these in place of MaxText's quantization, None for none, and of the
+    same parameters: the loss, the gradients by name, and the text of the compiled program."""
     shape = config.global_batch_size_to_train_on, config.max_target_length + 1
     tokens = jax.random.randint(jax.random.key(2), shape, 0, config.vocab_size)
-    tp = jflux.nn.TensorParallel(AXIS, x_spec=P(("data", "fsdp"), CONTEXT_AXIS), recipe=recipe)
-    results = []
+    found = []
     with jax.set_mesh(mesh), nn.logical_axis_rules(config.logical_axis_rules):
-        params, plain = step_of(model_of(config, mesh, None))
         # A model with a quantization draws its parameters in another order.
+        params, plain = step_of(model_of(config, mesh, None))
         ours = ContextAttention if config.ici_context_parallelism > 1 else attention_op.AttentionOp
-        with mock.patch.object(attentions, "AttentionOp", ours):  # while the layers are made
-            _, fused = step_of(model_of(config, mesh, tp))
-        for step in (plain, fused):
+        for quant in quants:
+            step = plain
+            if quant is not None:
+                with mock.patch.object(attentions, "AttentionOp", ours):  # while layers are made
+                    _, step = step_of(model_of(config, mesh, quant))
             compiled = jax.jit(step).lower(params, tokens).compile()
             loss, gradients = compiled(params, tokens)
             leaves, _ = jax.tree_util.tree_flatten_with_path(gradients)
             named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-            results.append((float(loss), named, compiled.as_text()))
-    return results
+            found.append((float(loss), named, compiled.as_text()))
+    return found
 
 
 def main() -> None:
@@ -152,7 +164,8 @@ def main() -> None:
     args = parser.parse_args()
     changes = {"scan_layers": args.scan, "remat_policy": args.remat}
     config = config_of(args.devices, args.ranks, args.context, **changes)
-    plain, fused = both(config, mesh_of(config, args.devices), args.recipe)
+    mesh = mesh_of(config, args.devices)
+    plain, fused = results(config, mesh, None, quantization(args.recipe))
     print(f"loss: MaxText {plain[0]:.7f}, with jflux {fused[0]:.7f}")
     worst = max(float(abs(fused[1][name] - g).max() / abs(g).max()) for name, g in plain[1].items())
     print(f"gradients: {len(plain[1])}, largest difference / largest element: {worst:.1e}")
