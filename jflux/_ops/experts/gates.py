@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._call import local_ops, value_checks
-from .._epilogue import in_rows, sum_dtype
-from ._checks import check_mask
+from ..._call import value_checks
+from .._epilogue import in_rows
+from ._checks import check_logits
 
 
 def top_k_softmax(
@@ -149,22 +149,13 @@ def of_real_tokens(
 
 def _checked(op: str, logits: Any, k: int, mask: Any) -> tuple[jax.Array, jax.Array | None]:
     """(the logits in the type to compute in, zeros where the mask leaves a token out; the mask)."""
-    local_ops.check_arrays(f"moe.{op}", logits=logits)
-    if logits.ndim != 2:
-        raise ValueError(f"jflux.moe.{op}: logits must have shape [T, E], got {logits.shape}")
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(f"jflux.moe.{op}: logits must be floating, got {logits.dtype}")
+    wide, mask = check_logits(op, logits, mask)
     if not 1 <= k <= logits.shape[1]:
         raise ValueError(
             f"jflux.moe.{op}: {k=} must be from 1 to the {logits.shape[1]} experts of logits "
             f"{logits.shape}"
         )
-    wide = logits.astype(sum_dtype(logits.dtype))
-    if mask is None:
-        return wide, None
-    local_ops.check_arrays(f"moe.{op}", mask=mask)
-    mask = check_mask(f"jflux.moe.{op}", mask, logits.shape[:1])
-    return jnp.where(mask[:, None], wide, 0), mask
+    return wide if mask is None else jnp.where(mask[:, None], wide, 0), mask
 
 
 def _biased(op: str, scores: jax.Array, bias: Any) -> jax.Array:

@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._call import derivatives, local_ops, value_checks
+from ..._call import derivatives, value_checks
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from .. import _lax
-from .._epilogue import sum_dtype
-from ._checks import check_mask
+from ._checks import check_logits
 from .routing import count
 
 
@@ -142,13 +141,5 @@ _sum: Callable[..., Sequence[Any]] = derivatives.differentiated(
 
 def _checked(op: str, logits: Any, mask: Any) -> tuple[jax.Array, jax.Array]:
     """(the logits in the type to compute in, the mask)."""
-    local_ops.check_arrays(f"moe.{op}", logits=logits)
-    if logits.ndim != 2:
-        raise ValueError(f"jflux.moe.{op}: logits must have shape [T, E], got {logits.shape}")
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(f"jflux.moe.{op}: logits must be floating, got {logits.dtype}")
-    wide = logits.astype(sum_dtype(logits.dtype))
-    if mask is None:
-        return wide, jnp.ones(logits.shape[:1], bool)
-    local_ops.check_arrays(f"moe.{op}", mask=mask)
-    return wide, check_mask(f"jflux.moe.{op}", mask, logits.shape[:1])
+    wide, mask = check_logits(op, logits, mask)
+    return wide, jnp.ones(logits.shape[:1], bool) if mask is None else mask

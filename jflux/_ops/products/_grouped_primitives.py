@@ -343,13 +343,12 @@ def _product_of(x: Any, w: Any, sizes: Any, scale: Any, params: Params) -> Any:
 
 
 def _tangent(x: Any, w: Any, dx: Any, dw: Any, sizes: Any, params: Params) -> Any:
-    """The tangent of ``x @ w``, or None if it is zero."""
-    terms = []
-    if not _is_zero(dx):
-        terms.append(_product_of(dx, w, sizes, None, params))
-    if not _is_zero(dw):
-        terms.append(_product_of(x, dw, sizes, None, params))
-    return sum(terms[1:], terms[0]) if terms else None
+    """The tangent of ``x @ w``. It, dx and dw are None where they are zero."""
+    parts = (
+        None if dx is None else _product_of(dx, w, sizes, None, params),
+        None if dw is None else _product_of(x, dw, sizes, None, params),
+    )
+    return derivatives.total(parts)
 
 
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
@@ -397,13 +396,11 @@ def _sums_tangents(kept: Any, tangents: Sequence[Any], params: Params) -> list[A
     """Those of the products before an activation: x's, and of each weight."""
     x, ws, sizes = kept
     dx, *dws = tangents
-    one = params.product()
     found = []
     for w, dw in zip(ws, dws, strict=True):
-        terms = [] if dx is None else [_product_of(dx, w, sizes, None, one)]
-        terms += [] if dw is None else [_product_of(x, dw, sizes, None, one)]
+        d = _tangent(x, w, dx, dw, sizes, params)
         shape = (x.shape[0], w.shape[1 if params.transpose_rhs else 2])
-        found.append(derivatives.total(terms) if terms else jnp.zeros(shape, params.out_dtype))
+        found.append(jnp.zeros(shape, params.out_dtype) if d is None else d)
     return found
 
 
@@ -436,11 +433,10 @@ _SUMS = derivatives.Derivatives(
 def _jvp_terms(primals: Any, tangents: Any, params: Params) -> Any:
     """Of a sum of products, which is linear in the x and in the weights."""
     results = grouped_matmul.bind(*primals, params=params)
-    count = params.terms
-    pairs = zip(primals[:count], primals[count:], tangents[:count], tangents[count:], strict=False)
-    sizes, one = primals[2 * count], params.product()
-    terms = [_tangent(x, w, dx, dw, sizes, one) for x, w, dx, dw in pairs]
-    dy = derivatives.total(terms)
+    count, sizes = params.terms, primals[2 * params.terms]
+    moved = [derivatives.none_if_zero(t) for t in tangents]
+    pairs = zip(primals[:count], primals[count:], moved[:count], moved[count:], strict=False)
+    dy = derivatives.total([_tangent(x, w, dx, dw, sizes, params) for x, w, dx, dw in pairs])
     return results, [local_ops.zero_of(results[0]) if dy is None else dy]
 
 
