@@ -183,6 +183,7 @@ WAYS: dict[str, tuple[P, P, Layer]] = {
     "TP": (P(None, None, "x"), P(None, "x"), mixture(axis_name="x")),
     "EP": (P("x"), P("x"), mixture(expert_axis="x")),
     "disp.": (P("x"), P("x"), mixture(expert_axis="x", exchange="dispatch")),
+    "fused": (P("x"), P("x"), mixture(expert_axis="x", exchange="fused")),
     "prod.": (P("x"), P("x"), products),
     "einsum": (P("x"), P("x"), capacity.einsum),
 }

@@ -32,14 +32,14 @@ class Config(gpt_model.Config):
       experts: divide by the ranks along "expert".
       k: experts of a token.
       hidden: units of an expert, which divide by the tp ranks.
-      exchange: how jflux brings tokens to their experts, "gather" or "dispatch".
+      exchange: how jflux brings tokens to their experts, as `jflux.nn.mixture` has it.
       ops: `jflux`, or `jflux.reference`: then mixtures are `plain_mixture`.
     """
 
     experts: int = 8
     k: int = 2
     hidden: int = 128
-    exchange: str = "gather"
+    exchange: str = "auto"
 
     @property
     def mixture(self) -> Any:

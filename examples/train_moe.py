@@ -62,7 +62,7 @@ def parse_arguments() -> tuple[argparse.Namespace, Preset, tuple[int, int, int]]
     parser.add_argument("--experts", type=int, default=8, help="of a mixture; default: 8")
     parser.add_argument("--k", type=int, default=2, help="experts of a token; default: 2")
     parser.add_argument(
-        "--exchange", choices=("gather", "dispatch"), default="gather",
+        "--exchange", choices=("auto", "gather", "dispatch", "fused"), default="auto",
         help="how tokens come to the ranks of their experts; default: all tokens are gathered",
     )  # fmt: skip
     for name in ("data", "expert"):

@@ -28,7 +28,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    kinds = "any product waves few_columns sum norm large_sum scaled exchange one_exchange custom"
+    kinds = "any product waves few_columns sum norm large_sum scaled dispatch"
+    kinds += " exchange one_exchange custom"
     parser.add_argument("--kind", choices=kinds.split(), default="any", help="of calls (workers/)")
     parser.add_argument(
         "--graphs", action="store_true", help="replay each call with new inputs too"

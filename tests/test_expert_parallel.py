@@ -158,6 +158,10 @@ def layer(x, indices, weights, w, axis_name="tp", residual=None, scaled=False, *
     """Experts ``tanh(x @ w)``; w is [E_local, H, F]. scaled: the experts apply the weights."""
     experts = w.shape[0] * lax.axis_size(axis_name)
     d = jflux.moe_dispatch(x, indices, weights, num_experts=experts, axis_name=axis_name, **options)
+    if options.get("rest") == "undefined":
+        rest = {"rest": "undefined"}
+        y = jnp.tanh(jflux.grouped_matmul(d.rows, w, d.padded_sizes, **rest))
+        return jflux.moe_combine(y, d.handle, weights=weights, axis_name=axis_name)
     if d.rows.ndim == 3:
         y = jnp.tanh(jnp.einsum("ech,ehf->ecf", d.rows, w))
     else:
@@ -199,6 +203,7 @@ def _weights_of(seed, experts, width=6, out=5):
         (SIZES[2], {"capacity": 2}),
         (SIZES[3], {}),
         (SIZES[0], {"partial_sums": True}),
+        (SIZES[1], {"partial_sums": True, "rest": "undefined", "alignment": 4}),
         (SIZES[1], {"partial_sums": True, "alignment": 4, "scaled": True}),
         (SIZES[1], {"partial_sums": True, "layout": "masked", "capacity": 3}),
         (SIZES[2], {"partial_sums": True}),
@@ -626,6 +631,56 @@ def test_tokens_of_8_bits(partial_sums):
     np.testing.assert_array_equal(got, 2 * x)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"partial_sums": True}, {"partial_sums": False}, {"partial_sums": True, "layout": "masked"}],
+    ids=str,
+)
+@pytest.mark.parametrize("form", ["tensor", "row", "block", "int8"])
+def test_tokens_with_scales(form, options):
+    """Rows come as they would in 16 bits, each with its scales, and those of no token are zeros."""
+    rng = np.random.default_rng(4)
+    dtype = jnp.int8 if form == "int8" else jnp.float8_e4m3fn
+    block = {"tensor": (-1, -1), "row": (1, -1), "block": (1, 128), "int8": (1, -1)}[form]
+    quantize = jflux.Format(dtype, block)
+    x = rng.normal(size=(RANKS, 6, 272)) * 2.0 ** rng.integers(-6, 6, (RANKS, 6, 1))
+    indices = choices(rng, "some without", RANKS, 6, 3, 2 * RANKS)
+    weights = rng.random((RANKS, 6, 3)).astype(np.float32)
+
+    def f(x, indices, weights):
+        dispatch = functools.partial(
+            jflux.moe_dispatch, num_experts=2 * RANKS, axis_name="tp", **options
+        )
+        scaled = quantize.quantize(x)
+        both = dispatch(scaled, indices, weights), dispatch(x, indices, weights, quantize=quantize)
+        wide = dispatch(scaled.dequantize(), indices, weights)
+        return *(one.rows for one in both), wide.rows, *(one.weights for one in (*both, wide))
+
+    got = jax.jit(per_device(make_mesh((RANKS,)), f))(x.astype(jnp.bfloat16), indices, weights)
+    given, made, wide, *row_weights = got
+    assert given.scale.shape[-1] == {"block": 3}.get(form, 1)
+    for one, w in zip((given, made), row_weights, strict=False):
+        assert one.values.dtype == dtype and one.values.shape == wide.shape
+        np.testing.assert_array_equal(one.dequantize(), wide)
+        np.testing.assert_array_equal(w, row_weights[2])
+
+
+def test_scaled_tokens_have_no_gradient_of_their_own():
+    scaled = jflux.quantize(jnp.ones((4, 128)), jnp.float8_e4m3fn, block=(1, -1))
+    _refused(TypeError, "x is a jflux.Scaled already", x=scaled, quantize=jflux.Recipe.block.x)
+    _refused(TypeError, "quantize must be a jflux.Format or None", quantize="block")
+
+    def loss(scale):
+        one = jflux.Scaled(scaled.values, scale)
+        indices, weights = np.zeros((4, 1), np.int32), np.ones((4, 1), np.float32)
+        d = jflux.moe_dispatch(one, indices, weights, num_experts=RANKS, axis_name="tp")
+        return jnp.sum(d.rows.scale)
+
+    f = per_device(make_mesh((RANKS,)), jax.grad(loss))
+    with pytest.raises(TypeError, match="has no derivative"):
+        jax.jit(f)(np.ones((RANKS, 1, 1), np.float32))
+
+
 @pytest.mark.parametrize("partial_sums", [False, True])
 def test_it_sorts_by_counting(partial_sums):
     """XLA's sorts, searches and scatters take GPUs many small kernels each."""
@@ -829,6 +884,7 @@ def test_operands_and_options_that_do_not_fit():
     _refused(TypeError, "alignment must be an int", alignment=2.5)
     _refused(ValueError, "layout='rows' must be one of", layout="rows")
     _refused(ValueError, "on_overflow='raise' must be one of", on_overflow="raise")
+    _refused(ValueError, "rest='nan' must be one of", rest="nan")
 
 
 @pytest.mark.skipif(RANKS < 4, reason="two axes of two ranks")

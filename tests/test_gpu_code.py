@@ -29,8 +29,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 EVERY, USERS = ((least, 2**31 - 1) for least in (PORTABLE, 0))
 #: Ops with kernels for compute capability 8.0 and later.
 SMALL = (
-    "all_gather", "all_reduce", "all_to_all", "decode_merge", "flash_decode", "moe_route",
-    "moe_rows", "ragged_all_to_all", "reduce_scatter",
+    "activation_gradient", "all_gather", "all_reduce", "all_to_all", "decode_merge",
+    "flash_decode", "moe_route", "moe_rows", "ragged_all_to_all", "reduce_scatter",
 )  # fmt: skip
 
 

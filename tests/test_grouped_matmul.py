@@ -200,6 +200,34 @@ def test_gradients(wrap, way, transpose_rhs):
             assert not np.asarray(one)[1].any() and np.asarray(one)[0].any()
 
 
+@pytest.mark.parametrize("recipe", [None, "block"])
+def test_rows_of_no_group_that_nobody_reads(recipe):
+    """Two products, as a mixture has them: with rows that may be anything the others have the same
+    bits, and so have the gradients of the weights."""
+    sizes, m = np.array([40, 0, 65], np.int32), 160
+    rng = np.random.default_rng(7)
+    x, dy = (rng.normal(size=(m, 128)).astype(jnp.bfloat16) for _ in range(2))
+    x[105:], dy[105:] = np.nan, np.nan
+    pair = tuple((rng.normal(size=(3, 128, 256)) / 11).astype(jnp.bfloat16) for _ in range(2))
+    down = (rng.normal(size=(3, 256, 128)) / 16).astype(jnp.bfloat16)
+
+    def layer(x, pair, down, rest):
+        made = None if recipe is None else getattr(jflux.Recipe, recipe)
+        product = functools.partial(jflux.grouped_matmul, group_sizes=sizes, recipe=made, rest=rest)
+        return product(product(x, pair, activation="silu", gated=True), down)
+
+    def all_of(rest):
+        y, pull = jax.vjp(lambda *a: layer(*a, rest), x, pair, down)
+        return y, *pull(dy)
+
+    got, want = (jax.jit(all_of, static_argnums=0)(rest) for rest in ("undefined", "zeros"))
+    rows = 2  # the first results
+    for i, (a, b) in enumerate(zip(*map(jax.tree.leaves, (got, want)), strict=True)):
+        end = 105 if i < rows else None
+        assert np.asarray(a[:end]).tobytes() == np.asarray(b[:end]).tobytes()
+        assert not np.isnan(np.asarray(b, np.float32)).any()
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_forward_and_reverse_twice(way):
     options = WAYS[way]
@@ -509,6 +537,12 @@ def test_wrong_operands(changes, options, error, says):
     for f in (jflux.grouped_matmul, jflux.reference.grouped_matmul):
         with pytest.raises(error, match=f"jflux.grouped_matmul: .*{says}"):
             jax.eval_shape(functools.partial(f, **options), *arrays.values())
+
+
+def test_a_rest_that_is_not_known():
+    x, w, s, _ = draw(1, 8, 4, 4, (3, 5), np.float32)
+    with pytest.raises(ValueError, match=r"grouped_matmul: rest='nan' must be one of \('zeros', "):
+        jflux.grouped_matmul(x, w, s, rest="nan")
 
 
 def test_wrong_types_and_numbers_of_weights():

@@ -182,6 +182,23 @@ def test_permute_and_unpermute(chosen, capacity, width):
         close(dw, np.einsum("rtj,rh,th->tj", hot, kept, g))
 
 
+def test_rows_that_nobody_reads():
+    """Past the last row, of x and in dy, with zeros or anything."""
+    routing = moe.route(np.array([[1, -1], [0, -1], [2, 0]], np.int32), 3)
+    x = np.arange(12.0, dtype=np.float32).reshape(3, 4)
+
+    def both(rest):
+        y, pull = jax.vjp(lambda y: moe.unpermute(y, routing, rest=rest), np.ones((6, 4)))
+        return moe.permute(x, routing, rest=rest), *pull(jnp.asarray(y))
+
+    for got, want in zip(both("undefined"), both("zeros"), strict=True):
+        np.testing.assert_array_equal(got[:4], want[:4])
+        assert not np.asarray(want)[4:].any()
+    for f in (moe.permute, moe.unpermute):
+        with pytest.raises(ValueError, match=f"moe.{f.__name__}: rest='nan' must be"):
+            f(x if f is moe.permute else np.ones((6, 4)), routing, rest="nan")
+
+
 def test_rows_under_transforms():
     with X64():
         rng = np.random.default_rng(2)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +136,8 @@ def total(out, scale=1.0):
     return jnp.sum(jnp.sin(y)) + balance + 0.1 * z
 
 
-GATHER, DISPATCH = {}, {"exchange": "dispatch"}
+GATHER, DISPATCH, FUSED = ({"exchange": one} for one in ("gather", "dispatch", "fused"))
+AUTO: dict = {}
 
 
 @pytest.mark.parametrize(
@@ -145,10 +147,12 @@ GATHER, DISPATCH = {}, {"exchange": "dispatch"}
         ("tp", "gated", {"capacity": 7}),
         ("whole", "plain", GATHER),
         ("ep", "bias", GATHER),
+        ("ep", "bias", FUSED),
         ("ep", "bias", DISPATCH),
         ("ep", "plain", DISPATCH | {"capacity": 6}),
         ("both", "gated", GATHER),
         ("both", "plain", GATHER),
+        ("both", "gated", FUSED | {"capacity": 7}),
         ("both", "plain", DISPATCH),
         ("both", "gated", {"capacity": 7}),
         ("both", "gated", DISPATCH | {"capacity": 7}),
@@ -269,6 +273,7 @@ def masked_layer(mesh, kind, way, select, inside):
         ("both whole", "gated", {"capacity": 4}, "some nothing", "typed"),
         ("tp", "shared", GATHER, "some nothing", "untyped"),
         ("ep", "shared", DISPATCH | {"capacity": 3}, "sigmoid", "untyped"),
+        ("both", "gated", FUSED, "some nothing", "typed"),
         ("data", "shared", GATHER, "normalizing", "typed"),
         ("data and experts", "gated", DISPATCH | {"capacity": 2}, "softmax", None),
         ("data and experts", "gated", DISPATCH, "some nothing", "typed"),
@@ -389,13 +394,13 @@ def test_tokens_that_vary_over_some_axes(way, split):
 def test_inside_shard_map_with_remat_and_scan(way):
     """Two data-parallel groups of two ranks; each has its own losses without `loss_axis`. And other
     choices in the same program."""
-    other = "ep" if way else "tp"
+    other = "ep" if way is DISPATCH else "tp"
     mesh = make_mesh((2, 2), ("data", other))
-    columns = P("ep", None, None) if way else P(None, None, "tp")
+    columns = P("ep", None, None) if way is DISPATCH else P(None, None, "tp")
     specs = {"router": P(), "up": columns, "gate": columns,
-             "down": columns if way else P(None, "tp", None)}  # fmt: skip
-    axes = {"expert_axis" if way else "axis_name": other, "loss_axis": "data"}
-    x_spec = P(("data", "ep")) if way else P("data", "tp")
+             "down": columns if way is DISPATCH else P(None, "tp", None)}  # fmt: skip
+    axes = {"expert_axis" if way is DISPATCH else "axis_name": other, "loss_axis": "data"}
+    x_spec = P(("data", "ep")) if way is DISPATCH else P("data", "tp")
 
     def body(x, params):
         one = jax.checkpoint(lambda x: jflux.nn.mixture(x, **params, k=K, **axes, **way))
@@ -443,7 +448,7 @@ def test_inside_shard_map_with_remat_and_scan(way):
     ("shape", "tp", "capacity", "dtype"),
     [((3,), 1, None, np.float64), ((2, 3), 3, 5, np.float64), ((3, 2), 2, None, jnp.bfloat16)],
 )
-def test_both_exchanges_are_one_function(shape, tp, capacity, dtype):
+def test_all_exchanges_are_one_function(shape, tp, capacity, dtype):
     """With sizes that nothing divides: 5 tokens of a rank, 6 experts of 7 units of a rank."""
     if np.prod(shape) > RANKS:
         pytest.skip("more ranks than devices")
@@ -482,15 +487,86 @@ def test_both_exchanges_are_one_function(shape, tp, capacity, dtype):
     with X64():
         args = jax.tree.map(lambda a: jnp.asarray(a, dtype), (x, params, ct))
         args[1]["router"] = jnp.asarray(params["router"], np.float32)
-        gather, dispatch = (with_gradients(way)(*args) for way in ("gather", "dispatch"))
-        assert int(dispatch[2][3]) == (0 if capacity is None else int(gather[2][3]))
-        assert (int(dispatch[2][3]) > 0) == (capacity is not None)
-        for g, d in zip(jax.tree.leaves(gather), jax.tree.leaves(dispatch), strict=True):
-            assert g.dtype == d.dtype
-            wide = np.asarray(g, np.float64)
-            loose = {"rtol": 0, "atol": 0.02 * np.abs(wide).max()}
-            close = {"rtol": 1e-6, "atol": 1e-6} if dtype == np.float64 else loose
-            np.testing.assert_allclose(np.asarray(d, np.float64), wide, **close)
+        gather, *others = (with_gradients(way)(*args) for way in ("gather", "dispatch", "fused"))
+        for other in others:
+            assert int(other[2][3]) == (0 if capacity is None else int(gather[2][3]))
+            assert (int(other[2][3]) > 0) == (capacity is not None)
+            for g, d in zip(jax.tree.leaves(gather), jax.tree.leaves(other), strict=True):
+                assert g.dtype == d.dtype
+                wide = np.asarray(g, np.float64)
+                loose = {"rtol": 0, "atol": 0.02 * np.abs(wide).max()}
+                close = {"rtol": 1e-6, "atol": 1e-6} if dtype == np.float64 else loose
+                np.testing.assert_allclose(np.asarray(d, np.float64), wide, **close)
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "row", "block"])
+def test_a_dispatch_in_8_bits(recipe):
+    """By a recipe tokens travel in 8 bits, to the same experts; by row and block with the same
+    scales as after a gather."""
+    rng, width, experts = np.random.default_rng(8), 128, 2 * RANKS
+    shapes = {"router": (width, experts), "up": (experts, width, 128),
+              "gate": (experts, width, 128), "down": (experts, 128, width)}  # fmt: skip
+    params = {
+        n: jnp.asarray(rng.normal(size=s) * s[-2] ** -0.5, jnp.bfloat16) for n, s in shapes.items()
+    }
+    specs = {n: P() if n == "router" else P("ep") for n in params}
+    x, ct = (jnp.asarray(rng.normal(size=(RANKS, 6, width)), jnp.bfloat16) for _ in range(2))
+    options = {"k": 2, "expert_axis": "ep", "recipe": getattr(jflux.Recipe, recipe)}
+
+    def with_gradients(x, params, ct, exchange):
+        f = functools.partial(jflux.nn.mixture, **options, exchange=exchange)
+        y, pull = jax.vjp(lambda x, params: f(x, **params).y, x, params)
+        return y, *pull(ct)
+
+    def run(exchange):
+        return jax.jit(
+            jax.shard_map(
+                functools.partial(with_gradients, exchange=exchange),
+                mesh=make_mesh((RANKS,), ("ep",)), in_specs=(P("ep"), specs, P("ep")),
+                out_specs=(P("ep"), P("ep"), specs),
+            )
+        )  # fmt: skip
+
+    f = run("dispatch")
+    text = str(jax.make_jaxpr(f)(x, params, ct))
+    assert "f8_e4m3fn[" in text[text.index("jflux_moe_dispatch") - 400 :][:800]
+    got, want = (jax.tree.leaves(g(x, params, ct)) for g in (f, run("gather")))
+    for g, w in zip(got, want, strict=True):
+        wide = np.asarray(w, np.float64)
+        room = 0.2 if recipe == "tensor" else 0.03  # scales of other rows
+        np.testing.assert_allclose(
+            np.asarray(g, np.float64), wide, rtol=0, atol=room * np.abs(wide).max()
+        )
+
+
+@pytest.mark.parametrize(
+    ("experts", "k", "options", "says"),
+    [
+        (2, 2, {}, r"gather: .* 2 of 2, lie on 1.00 of 2 ranks, and a dispatch \(one kernel each"),
+        (2, 1, {}, "dispatch: .* 1 of 2, lie on 0.50 of 2 ranks"),
+        (8, 1, {"fused": False}, r"gather: .* \(several ops, since .*\) is worth it below 0.5"),
+        (2, 2, {"exchange": "dispatch"}, "dispatch: the caller's choice"),
+        (2, 1, {"exchange": "fused"}, "fused: the caller's choice"),
+    ],
+)
+def test_says_how_tokens_travel(experts, k, options, says):
+    options = dict(options)
+    fused = options.pop("fused", True)
+    params = {"router": jnp.ones((8, experts)), "up": jnp.ones((experts, 8, 8)),
+              "down": jnp.ones((experts, 8, 8))}  # fmt: skip
+    specs = {n: P() if n == "router" else P("ep") for n in params}
+    f = jax.shard_map(
+        lambda x, params: jflux.nn.mixture(x, **params, k=k, expert_axis="ep", **options).y,
+        mesh=make_mesh((2,), ("ep",)), in_specs=(P("ep"), specs), out_specs=P("ep"),
+    )  # fmt: skip
+    with jflux.config(fused=fused):
+        found = jflux.explain(f, jnp.ones((4, 3, 8)), params)
+    (one,) = [call for call in found if call.op == "nn.mixture"]
+    assert re.fullmatch(says + ".*", one.plan.reason), one.plan.reason
+    with pytest.raises(ValueError, match="exchange='fused' takes no recipe"):
+        jflux.nn.mixture(
+            jnp.ones((4, 8)), **params, k=k, exchange="fused", recipe=jflux.Recipe.block
+        )
 
 
 def test_one_device_needs_no_mesh():
@@ -559,7 +635,7 @@ def of_layer(params):
     return {**params, "shared": shared}
 
 
-@pytest.mark.parametrize("way", [GATHER, DISPATCH | {"capacity": 6}], ids=str)
+@pytest.mark.parametrize("way", [AUTO, DISPATCH | {"capacity": 6}], ids=str)
 def test_linen(way):
     pytest.importorskip("flax")
     from jflux.nn import linen
@@ -597,7 +673,7 @@ def test_linen(way):
     np.testing.assert_allclose(jax.jit(per_rank)(params, x), want[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", [GATHER, DISPATCH | {"capacity": 6}], ids=str)
+@pytest.mark.parametrize("way", [AUTO, DISPATCH | {"capacity": 6}], ids=str)
 def test_nnx(way):
     pytest.importorskip("flax")
     from flax import nnx

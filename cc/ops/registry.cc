@@ -34,6 +34,7 @@
   FOLDER(FlashDecode, kPortable, OP(FlashDecode))                                               \
   FOLDER(GroupedMatmul, kHopper, OP(GroupedMatmul) OP(GroupedMatmulDw))                         \
   FOLDER(GroupedMatmulScaled, kHopper, OP(GroupedMatmulScaled))                                 \
+  FOLDER(ActivationGradient, kPortable, OP(ActivationGradient))                                 \
   FOLDER(MoeRoute, kPortable, OP(MoeRoute))                                                     \
   FOLDER(MoeRows, kPortable, OP(MoeRows))                                                       \
   FOLDER(Quantize, kHopper, OP(Quantize))

@@ -280,9 +280,11 @@ def _batch(operands: Any, dims: Any, *, linear: Any, results: tuple[Any, ...]) -
     return ys, [0] * len(ys)
 
 
-def check_for_nan(primitive: Primitive, first: int | None = None) -> None:
-    """Has ``checkify.float_checks`` look at the primitive's results, or the first so many, as at
-    those of JAX's own."""
+def check_for_nan(
+    primitive: Primitive, checked: Callable[[Any], int | None] = lambda params: None
+) -> None:
+    """Has ``checkify.float_checks`` look at the primitive's results, or by its params at the first
+    so many (None: all), as at those of JAX's own."""
     internals = _jax_internals.CHECKIFY.get()
     if internals is None:
         return
@@ -291,6 +293,7 @@ def check_for_nan(primitive: Primitive, first: int | None = None) -> None:
         count = 2 if isinstance(given[0], checkify.Error) else 3  # the oldest pass no context
         *context, error, enabled = given[:count]
         results = primitive.bind(*given[count:], **params)
+        first = checked(params.get("params"))
         looked_at = internals.check_nans(primitive, *context, error, enabled, results[:first])
         return looked_at, results
 

@@ -119,6 +119,18 @@ def without_derivative(primitive: Primitive) -> None:
     ad.primitive_jvps[primitive] = jvp
 
 
+#: What rows may hold that nobody has.
+RESTS = ("zeros", "undefined")
+
+
+def is_filled(op: str, rest: str) -> bool:
+    """Whether `rest` asks for zeros in rows that nobody has; raises for one that asks for nothing
+    known."""
+    if rest not in RESTS:
+        raise ValueError(f"jflux.{op}: {rest=} must be one of {RESTS}")
+    return rest == "zeros"
+
+
 def check_arrays(op: str, **arrays: Any) -> None:
     """Raises for an argument that is no array, or whose type says that devices share it."""
     for name, array in arrays.items():

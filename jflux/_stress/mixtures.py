@@ -34,28 +34,34 @@ def _per_group(place: Place, *arrays: np.ndarray) -> list[np.ndarray]:
 def dispatch(rng: random.Random, place: Place) -> Case:
     """Tokens to their experts' ranks, each row times its expert's number, and back."""
     tokens, local = rng.choice([1, 5, 16, 40]), rng.choice([1, 2, 5])
-    experts, width = place.world * local, rng.choice([8, 64, 264])
+    experts, width = place.world * local, rng.choice([8, 64, 264, 272])
     k, dtype = rng.randint(1, min(4, experts)), place.draw_type(rng)
     layout, sums = rng.choice(["expert", "masked"]), rng.random() < 0.7
+    rest = rng.choice(["zeros", "undefined"])
+    block = rng.choice([None, None, (1, -1), (1, 128)])  # of 8 bits, which hold small integers
+    quantize = None if block is None else jflux.Format(jnp.float8_e4m3fn, block)
     name = place.axis_name
 
     def body(x: Any, indices: Any, weights: Any) -> Any:
         d = jflux.moe_dispatch(
             x, indices, weights, num_experts=experts, axis_name=name, layout=layout,
-            partial_sums=sums,
+            partial_sums=sums, rest=rest, quantize=quantize,
         )  # fmt: skip
+        rows = d.rows if quantize is None else d.rows.dequantize(x.dtype)
         rank = lax.axis_index(meshes.as_tuple(name))
         numbers = (rank * local + jnp.arange(local) + 1).astype(x.dtype)
         if layout == "masked":
-            y = d.rows * numbers[:, None, None]
+            y = rows * numbers[:, None, None]
         else:
-            of_rows = jnp.repeat(numbers, d.padded_sizes, total_repeat_length=d.rows.shape[0])
-            y = d.rows * of_rows[:, None]
+            of_rows = jnp.repeat(numbers, d.padded_sizes, total_repeat_length=rows.shape[0])
+            y = rows * of_rows[:, None]
         return jflux.moe_combine(y, d.handle, weights=weights, axis_name=name)
 
     def make(seed: int) -> Data:
         lead, drawn = place.mesh.devices.shape, np.random.default_rng(seed)
         x = calls.normal(seed, (*lead, tokens, width), dtype)
+        if quantize is not None:
+            x = drawn.integers(-15, 16, x.shape).astype(dtype)
         indices = _choices(drawn, (*lead, tokens, k), experts)
         weights = drawn.random((*lead, tokens, k), np.float32)
         factors = np.where(indices >= 0, weights * (indices + 1.0), 0).sum(-1)[..., None]
@@ -67,7 +73,7 @@ def dispatch(rng: random.Random, place: Place) -> Case:
     return place.case(
         "moe_dispatch",
         f"moe_dispatch and moe_combine of {tokens} tokens x {width} {np.dtype(dtype).name}, "
-        f"{k} of {experts} experts, {layout}, partial_sums={sums}",
+        f"{k} of {experts} experts, {layout}, partial_sums={sums}, rest={rest}, {block=}",
         body,
         make,
     )

@@ -14,24 +14,28 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import moe
+from .._call import explain, plans
 from .._ops import _epilogue, _lax
 from .._ops._recipe import Recipe
 from .._ops.collectives.all_reduce import all_reduce
 from .._ops.collectives.exchange import all_gather, reduce_scatter
-from .._ops.experts import gates, moe_dispatch
+from .._ops.experts import (
+    all_gather_grouped_matmul,
+    dispatch_grouped_matmul,
+    gates,
+    grouped_matmul_reduce_scatter,
+    moe_dispatch,
+)
 from .._ops.experts._checks import check_mask
 from .._ops.experts.losses import has_expert
 from .._ops.experts.placement import check_placement, shares
-from .._ops.products.grouped_matmul import grouped_matmul
+from .._ops.products.grouped_matmul import Moved, grouped_matmul, of_dispatched, recipe_of
 from .._ranks import global_arrays, meshes
 from .._ranks.meshes import AxisName
-from . import _dense
+from . import _dense, _moe_exchange
 
 #: logits [T, E], k -> (indices i32 [T, k], weights [T, k])
 Select = Callable[..., tuple[jax.Array, jax.Array]]
-
-#: How tokens come to the ranks of their experts.
-EXCHANGES = ("gather", "dispatch")
 
 
 class MixtureOutput(NamedTuple):
@@ -66,7 +70,7 @@ def mixture(
     expert_axis: AxisName | None = None,
     sequence_parallel: bool = True,
     loss_axis: AxisName | None = None,
-    exchange: str = "gather",
+    exchange: str = "auto",
     capacity: int | None = None,
     activation: str = "silu",
     select: Select = moe.top_k_softmax,
@@ -88,6 +92,8 @@ def mixture(
 
     Every rank chooses for its own tokens. How these come to their experts is `exchange`'s to say:
 
+    - "auto": a dispatch where a token's experts lie on few of the ranks, else a gather:
+      :func:`jflux.explain` says which, and why.
     - "gather": each rank gathers the tokens and choices of all N M ranks, computes its part of its
       experts for all of them, and the sums are scattered: :func:`jflux.all_gather`, two calls of
       :func:`jflux.grouped_matmul`, :func:`jflux.reduce_scatter`.
@@ -95,11 +101,13 @@ def mixture(
       to the ranks of its experts, and the sum of what they give back from each:
       :func:`jflux.moe_dispatch` with partial sums, the same two products,
       :func:`jflux.moe_combine`, and a reduce-scatter along `axis_name`.
+    - "fused": as "gather", in :func:`jflux.moe.all_gather_grouped_matmul` and
+      :func:`jflux.moe.grouped_matmul_reduce_scatter`, which are kernels for some shapes. The
+      backward pass gathers again; permuted rows are not kept.
 
-    Values, losses and gradients are the same up to rounding. "gather" is the default; on two and
-    four GPUs whole layers take about as long with either. The guide "Mixtures of experts" has the
-    bytes and times of each. Without a `capacity` nothing is dropped. All sizes stay on the device.
-    Without axes it computes on one device.
+    Values, losses and gradients are the same up to rounding. The guide "Mixtures of experts" has
+    the bytes and times of each. Without a `capacity` nothing is dropped. All sizes stay on the
+    device. Without axes it computes on one device.
 
     Along `axis_name` each expert's hidden units are split (tensor parallel), along `expert_axis`
     the experts are (expert parallel), and tokens along both. With ``sequence_parallel=False`` x is
@@ -117,10 +125,11 @@ def mixture(
         losses and counts are of all tokens. Of global arrays it is known. Tokens that are the same
         along one of the axes count once, which ``check_vma=True`` knows; without it they count for
         each of its ranks.
-      exchange: "gather" or "dispatch"; the second needs `expert_axis`.
+      exchange: "auto", "gather", "dispatch" or "fused". "dispatch" needs `expert_axis`; "fused"
+        takes no `recipe`.
       capacity: an expert takes so many slots of the tokens of all N M ranks, the first ones in the
         order of ranks along (`expert_axis`, `axis_name`), tokens and choices; others are dropped,
-        and add nothing to y. It is the same for both exchanges. None: it takes all.
+        and add nothing to y. It is the same for all exchanges. None: it takes all.
       activation: "gelu", "gelu_tanh", "relu" or "silu".
       select: chooses: ``select(logits, k)``, or with `router_bias` ``select(logits, k, bias=...)``;
         a function of ``jflux.moe``, perhaps with options by `functools.partial`.
@@ -137,7 +146,7 @@ def mixture(
         Each of these has the gradient of its own tokens: :func:`jflux.moe.sum_replicas`. An expert
         without one drops its tokens. None: one for each expert, in order.
       recipe: a :class:`jflux.Recipe`, by which the experts' products, and those of `shared`, are
-        made in 8 bits; tokens travel, and are chosen for, as without.
+        made in 8 bits. A dispatch sends tokens in 8 bits too; they are chosen for as without.
       mesh, x_spec: for global arrays, as in :func:`column_parallel`.
 
     Returns:
@@ -182,8 +191,13 @@ class _Options:
     def check(self, x: jax.Array, router: jax.Array) -> None:
         """Raises for options or operands that do not fit."""
         exchange, capacity = self.exchange, self.capacity
-        if exchange not in EXCHANGES:
-            raise ValueError(f"jflux.nn.mixture: {exchange=} must be one of {EXCHANGES}")
+        if exchange == "fused" and self.recipe is not None:
+            raise ValueError(
+                "jflux.nn.mixture: exchange='fused' takes no recipe; take 'dispatch' or 'gather'"
+            )
+        if exchange not in _moe_exchange.EXCHANGES:
+            known = _moe_exchange.EXCHANGES
+            raise ValueError(f"jflux.nn.mixture: {exchange=} must be one of {known}")
         if exchange == "dispatch" and self.expert_axis is None:
             raise ValueError(
                 "jflux.nn.mixture: exchange='dispatch' sends tokens along expert_axis, which is "
@@ -216,12 +230,23 @@ class _Experts:
 
     def of_rows(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
         """What they make of rows that lie expert after expert."""
-        pair = self.up if self.gate is None else (self.gate, self.up)
-        hidden = grouped_matmul(
-            rows, pair, sizes, activation=self.activation, gated=self.gate is not None,
-            recipe=self.recipe,
-        )  # fmt: skip
-        return grouped_matmul(hidden, self.down, sizes, recipe=self.recipe)
+        hidden = grouped_matmul(rows, self.pair, sizes, recipe=self.recipe, **self.first)
+        return self.of_hidden(hidden, sizes)
+
+    def of_hidden(self, hidden: jax.Array, sizes: jax.Array) -> jax.Array:
+        """Their second product."""
+        return grouped_matmul(hidden, self.down, sizes, recipe=self.recipe, rest=_rest())
+
+    @property
+    def pair(self) -> Any:
+        """The weights of the first product."""
+        return self.up if self.gate is None else (self.gate, self.up)
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """The options of the first product."""
+        gated = self.gate is not None
+        return {"activation": self.activation, "gated": gated, "rest": _rest()}
 
 
 def _over_global_arrays(
@@ -281,8 +306,10 @@ def _mixture(
     """On one rank."""
     tp, ep = meshes.axes_of(options.axis_name), meshes.axes_of(options.expert_axis)
     split = (*ep, *tp) if options.sequence_parallel else ep
-    gathers, capacity = options.exchange == "gather", options.capacity
+    capacity = options.capacity
     _check_experts(router, up, placement, ep)
+    exchange = _exchange(options, x, up, tp, ep)
+    gathers = exchange != "dispatch"
     real = None if mask is None else mask.reshape(-1)
     x = _of_real_tokens(x, mask)
     tokens = x.reshape(-1, x.shape[-1])
@@ -300,19 +327,24 @@ def _mixture(
 
     # Those that see all of their group's tokens before the experts, and sum after them.
     gathered = split if gathers else tp if options.sequence_parallel else ()
+    fused = exchange == "fused" and bool(gathered)
     if gathered:
-        tokens = all_gather(tokens, axis_name=gathered, axis=0, tiled=True)
+        if not fused:
+            tokens = all_gather(tokens, axis_name=gathered, axis=0, tiled=True)
         weights = all_gather(weights, axis_name=gathered, axis=0, tiled=True)
         indices = _lax.all_gather(indices, gathered, axis=0, tiled=True)
     if placement is not None:
         others = None if gathers else ep  # whose tokens come before the experts are not here
         indices = moe.place(indices, placement, router.shape[1], axis_name=others or None)
     experts = _Experts(up, down, gate, options.activation, options.recipe)
-    if gathers:
-        y = _of_own_experts(tokens, _own(indices, up.shape[0], ep), weights, experts, capacity)
+    own = _own(indices, up.shape[0], ep)
+    if fused:
+        y = _of_own_experts_fused(tokens, own, weights, experts, gathered, ep, capacity)
+    elif gathers:
+        y = _of_own_experts(tokens, own, weights, experts, capacity)
     else:
         y = _of_all_experts(tokens, indices, weights, experts, ep, capacity)
-    if gathered:
+    if gathered and not fused:
         y = reduce_scatter(y, axis_name=gathered, scatter_dimension=0, tiled=True)
     if tp and not options.sequence_parallel:
         y = all_reduce(y, axis_name=tp)
@@ -343,6 +375,24 @@ def _check_experts(
             f"{up.shape} has {up.shape[0]} on each of {ranks} ranks along expert_axis; it must "
             "have E/M, or a placement say which expert is where"
         )
+
+
+def _exchange(
+    options: _Options, x: jax.Array, up: jax.Array, tp: tuple[Any, ...], ep: tuple[Any, ...]
+) -> str:
+    """How tokens travel: "gather", "dispatch" or "fused"."""
+    tokens = math.prod(x.shape[:-1])
+    if tp and options.sequence_parallel:
+        tokens *= meshes.axis_size(tp)
+    rows = jax.ShapeDtypeStruct((tokens, x.shape[-1]), x.dtype)
+    slots = up.shape[0] * (meshes.axis_size(ep) if ep else 1)
+    exchange, why = _moe_exchange.planned(
+        options.exchange, rows, options.k, slots, ep, options.capacity
+    )
+    if ep:
+        plan = plans.decomposed(f"{exchange}: {why}")
+        explain.note_once("nn.mixture", (x, up), (x,), plan)
+    return exchange
 
 
 def _losses(
@@ -388,6 +438,13 @@ def _own(indices: jax.Array, experts: int, ep: tuple[Any, ...]) -> jax.Array:
     return jnp.where((own >= 0) & (own < experts), own, -1)
 
 
+def _rest() -> str:
+    """What rows without a token hold, of which there are many where experts are split over ranks.
+    Nothing here reads them; JAX does, where it looks for NaN."""
+    config: Any = jax.config
+    return "zeros" if config.jax_debug_nans else "undefined"
+
+
 def _of_own_experts(
     tokens: jax.Array,
     indices: jax.Array,
@@ -397,8 +454,33 @@ def _of_own_experts(
 ) -> jax.Array:
     """The weighted sum of each token's experts on this rank."""
     routing = moe.route(indices, experts.up.shape[0], capacity=capacity)
-    y = experts.of_rows(moe.permute(tokens, routing), routing.counts)
-    return moe.unpermute(y, routing, weights)
+    y = experts.of_rows(moe.permute(tokens, routing, rest=_rest()), routing.counts)
+    return moe.unpermute(y, routing, weights, rest=_rest())
+
+
+def _of_own_experts_fused(
+    tokens: jax.Array,
+    indices: jax.Array,
+    weights: jax.Array,
+    experts: _Experts,
+    axes: tuple[Any, ...],
+    ep: tuple[Any, ...],
+    capacity: int | None,
+) -> jax.Array:
+    """The same of this rank's tokens, which come to the experts of all ranks along `axes`, and the
+    sums from there, in the products' kernels."""
+    routing = moe.route(indices, experts.up.shape[0], capacity=capacity)
+    ranks = meshes.axis_size(ep) if ep else 1
+    over: Any = {
+        "axis_name": axes,
+        "owners": dispatch_grouped_matmul.owners_of(ranks, indices.shape[1], experts.up.shape[0]),
+    }
+    gated = experts.gate is not None
+    pair = (experts.gate, experts.up) if gated else (experts.up,)
+    hidden = all_gather_grouped_matmul.gathered(
+        tokens, pair, routing, activation=experts.activation, gated=gated, **over
+    )
+    return grouped_matmul_reduce_scatter.scattered(hidden, experts.down, routing, weights, **over)
 
 
 def _of_all_experts(
@@ -409,12 +491,21 @@ def _of_all_experts(
     ep: tuple[Any, ...],
     capacity: int | None,
 ) -> jax.Array:
-    """The weighted sum of each token's experts, to whose ranks it goes and from which it comes."""
+    """The weighted sum of each token's experts, to whose ranks it goes and from which it comes: in
+    8 bits, if the experts multiply so."""
+    recipe = recipe_of(experts.recipe, tokens, experts.pair, False)
     dispatched = moe_dispatch.moe_dispatch(
-        tokens, indices, weights, capacity=capacity, axis_name=ep, partial_sums=True,
+        lax.stop_gradient(tokens) if recipe else tokens, indices, weights, capacity=capacity,
+        axis_name=ep, partial_sums=True, quantize=recipe.x if recipe else None, rest=_rest(),
         num_experts=experts.up.shape[0] * meshes.axis_size(ep),
     )  # fmt: skip
-    y = experts.of_rows(dispatched.rows, dispatched.padded_sizes)
+    sizes = dispatched.padded_sizes
+    if recipe is None:
+        y = experts.of_rows(dispatched.rows, sizes)
+    else:
+        moved = Moved(dispatched.rows, dispatched.handle)
+        hidden = of_dispatched(tokens, experts.pair, sizes, moved, recipe, **experts.first)
+        y = experts.of_hidden(hidden, sizes)
     return moe_dispatch.moe_combine(y, dispatched.handle, weights=weights, axis_name=ep)
 
 

@@ -276,7 +276,7 @@ class MoE(nn.Module):
       axis_name: the mesh axis that experts' hidden units are split over; None: none.
       expert_axis: the mesh axis that experts, and tokens, are split over; None: none.
       loss_axis: further mesh axes that tokens are split over, inside ``shard_map``.
-      exchange: how tokens come to their experts' ranks, "gather" or "dispatch".
+      exchange: how tokens come to their experts' ranks, as :func:`jflux.nn.mixture` has it.
       capacity: how many slots an expert takes, or with a placement a physical slot; None: all.
       physical_slots: S, how many experts' weights there are, of all ranks together, for a
         `placement` with replicas; None: E.
@@ -297,7 +297,7 @@ class MoE(nn.Module):
     loss_axis: meshes.AxisName | None = None
     sequence_parallel: bool = True
     x_spec: PartitionSpec | None = None
-    exchange: str = "gather"
+    exchange: str = "auto"
     capacity: int | None = None
     physical_slots: int | None = None
     activation: str = "silu"

@@ -451,7 +451,7 @@ class MoE(nnx.Module):
         loss_axis: AxisName | None = None,
         sequence_parallel: bool = True,
         x_spec: PartitionSpec | None = None,
-        exchange: str = "gather",
+        exchange: str = "auto",
         capacity: int | None = None,
         physical_slots: int | None = None,
         activation: str = "silu",

@@ -2,6 +2,7 @@
 #ifndef JFLUX_TESTS_CC_MOE_DISPATCH_CALL_H_
 #define JFLUX_TESTS_CC_MOE_DISPATCH_CALL_H_
 
+#include <algorithm>
 #include <atomic>
 #include <random>
 #include <utility>
@@ -21,7 +22,7 @@ struct ExpectedRows {
     int32_t src, token, first_slot;
   };
   std::vector<std::vector<std::vector<Row>>> of_expert;  // [rank][local expert]
-  std::vector<std::vector<int32_t>> starts;              // [rank][local expert]
+  std::vector<std::vector<int32_t>> starts;  // [rank][local expert], and the end of the last one
 
   ExpectedRows(const MoeDispatchParams& p, const std::vector<std::vector<int32_t>>& choices)
       : of_expert(p.world, std::vector<std::vector<Row>>(p.experts)), starts(p.world) {
@@ -48,6 +49,7 @@ struct ExpectedRows {
         next += p.expert_rows.stride > 0 ? p.expert_rows.stride
                                          : RoundUp(size, p.expert_rows.alignment);
       }
+      starts[rank].push_back(next);
     }
   }
 };
@@ -122,9 +124,13 @@ class MoeDispatchCall : public MoeCall {
   MoeDispatchCall(const MoeDispatchParams& p, int blocks, int running, uint32_t seed)
       : MoeCall(p, blocks, running, seed) {
     for (int rank = 0; rank < p.world; ++rank) {
-      x_.emplace_back(p.items.tokens * p.items.vectors * 4);
-      for (float& v : x_.back()) v = static_cast<float>(Pick(0, 1 << 20));
-      rows_.emplace_back(p.rows * p.items.vectors * 4, kMoePoison);
+      for (auto* of_ranks : {&x_, &scale_}) {
+        const int64_t vectors = of_ranks == &x_ ? p.ValueVectors() : p.scale_vectors;
+        of_ranks->emplace_back(p.items.tokens * vectors * 4);
+        for (float& v : of_ranks->back()) v = static_cast<float>(Pick(0, 1 << 20));
+      }
+      rows_.emplace_back(p.rows * p.ValueVectors() * 4, kMoePoison);
+      row_scale_.emplace_back(p.rows * p.scale_vectors * 4, kMoePoison);
       row_weights_.emplace_back(p.rows, kMoePoison);
       sizes_.emplace_back(p.experts, -9);
       slot_.emplace_back(p.rows, -9);
@@ -144,9 +150,14 @@ class MoeDispatchCall : public MoeCall {
   int64_t Wrong() const override {
     const ExpectedRows expected(p_, choices_);
     int64_t wrong = 0;
-    const int64_t width = p_.items.vectors * 4;
+    const int64_t width = p_.ValueVectors() * 4, scales = p_.scale_vectors * 4;
     for (int rank = 0; rank < p_.world; ++rank) {
-      std::vector<float> rows(p_.rows * width, 0), weights(p_.rows, 0);
+      std::vector<float> rows(p_.rows * width, 0), weights(p_.rows, 0), scale(p_.rows * scales, 0);
+      if (!p_.fill) {  // what is past the end stays
+        const int64_t end = expected.starts[rank].back();
+        std::fill(rows.begin() + end * width, rows.end(), kMoePoison);
+        std::fill(scale.begin() + end * scales, scale.end(), kMoePoison);
+      }
       std::vector<int32_t> slot(p_.rows, -1), there(p_.world * p_.Choices(), -2), sizes;
       for (int32_t i = 0; i < p_.world * static_cast<int32_t>(p_.Choices()); ++i) {
         const auto src = static_cast<int32_t>(i / p_.Choices());
@@ -164,6 +175,7 @@ class MoeDispatchCall : public MoeCall {
           const auto& [src, token, j] = its[i];
           const int64_t row = expected.starts[rank][e] + static_cast<int64_t>(i);
           std::copy_n(x_[src].begin() + token * width, width, rows.begin() + row * width);
+          std::copy_n(scale_[src].begin() + token * scales, scales, scale.begin() + row * scales);
           for (int32_t s = 0; s < p_.slots; ++s) {
             const int64_t at = token * p_.slots + s;
             if (choices_[src][at] == rank * p_.experts + e) weights[row] += weights_[src][at];
@@ -172,20 +184,23 @@ class MoeDispatchCall : public MoeCall {
           there[slot[row]] = static_cast<int32_t>(row);
         }
       }
-      wrong += (rows_[rank] != rows) + (row_weights_[rank] != weights) + (sizes_[rank] != sizes) +
-               (slot_[rank] != slot) + (there_[rank] != there);
+      wrong += (rows_[rank] != rows) + (row_scale_[rank] != scale) +
+               (row_weights_[rank] != weights) + (sizes_[rank] != sizes) + (slot_[rank] != slot) +
+               (there_[rank] != there);
     }
     return wrong;
   }
 
   MoeDispatchArrays ArraysOf(int rank) {
-    return MoeDispatchArrays{x_[rank].data(),    choices_[rank].data(),     weights_[rank].data(),
-                             rows_[rank].data(), row_weights_[rank].data(), sizes_[rank].data(),
-                             slot_[rank].data(), there_[rank].data()};
+    return MoeDispatchArrays{x_[rank].data(),           scale_[rank].data(),
+                             choices_[rank].data(),     weights_[rank].data(),
+                             rows_[rank].data(),        row_scale_[rank].data(),
+                             row_weights_[rank].data(), sizes_[rank].data(),
+                             slot_[rank].data(),        there_[rank].data()};
   }
 
  private:
-  std::vector<std::vector<float>> x_, rows_, row_weights_;
+  std::vector<std::vector<float>> x_, scale_, rows_, row_scale_, row_weights_;
   std::vector<std::vector<int32_t>> sizes_, slot_, there_;
 };
 

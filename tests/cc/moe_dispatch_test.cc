@@ -139,8 +139,10 @@ void Check(int world, int blocks, int running, const RunOptions& options) {
         for (int32_t capacity : {-1, 2}) {
           for (int32_t parts : {1, 3}) {
             const bool masked = seed % 2 == 1;
-            const auto p = MoeParamsFor(world, tokens, slots, experts, 5, capacity,
-                                        1 + static_cast<int32_t>(seed % 4), masked, parts);
+            auto p = MoeParamsFor(world, tokens, slots, experts, 5, capacity,
+                                  1 + static_cast<int32_t>(seed % 4), masked, parts);
+            p.fill = seed / 2 % 2 == 0;
+            p.scale_vectors = seed / 2 % 3;
             if (p.Workspace().TotalBytes() != smallest.TotalBytes()) continue;
             const DType dtype = std::vector{DType::kF16, DType::kBF16, DType::kF32}[seed % 3];
             const bool out_f32 = seed % 4 == 3;

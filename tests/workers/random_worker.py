@@ -46,7 +46,7 @@ from jflux import _config, _native, testing  # noqa: E402
 from jflux._call import tuning_tables  # noqa: E402
 from jflux._ops._spec import OpSpec, all_ops  # noqa: E402
 from jflux._ops.collectives.exchange import MOST_BYTES_IN_PACKETS  # noqa: E402
-from jflux._stress import calls, cases, collectives, products  # noqa: E402
+from jflux._stress import calls, cases, collectives, mixtures, products  # noqa: E402
 from jflux._stress.cases import Case  # noqa: E402
 from jflux._stress.programs import draw_choice, put  # noqa: E402
 
@@ -196,6 +196,7 @@ def draw(rng: random.Random) -> Chosen:
     kinds = [_product] * 6 + [_few_columns] * 3
     kinds += [_waves] * (2 if args.gpus or args.kind == "waves" else 0)  # CPUs compute no waves
     kinds += [_sum, _norm, _large_sum, _exchange, _one_exchange] + [_custom] * (LIBRARY is not None)
+    kinds += [_dispatch]
     kinds += [_scaled] * (0 if args.graphs else 2)  # a loop would round its factors to 8 bits
     if args.kind != "any":
         kinds = [kind for kind in kinds if kind.__name__ == f"_{args.kind}"]
@@ -261,6 +262,10 @@ def _large_sum(rng: random.Random, place: cases.Place) -> Chosen:
 
 def _scaled(rng: random.Random, place: cases.Place) -> Chosen:
     return _chosen(rng, products.scaled(rng, place), choice=draw_choice(rng, place.platform))
+
+
+def _dispatch(rng: random.Random, place: cases.Place) -> Chosen:
+    return _chosen(rng, mixtures.dispatch(rng, place))
 
 
 def _exchange(rng: random.Random, place: cases.Place) -> Chosen:

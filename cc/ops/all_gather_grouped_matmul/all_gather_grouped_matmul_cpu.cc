@@ -110,7 +110,7 @@ bool AllGatherGroupedMatmulCpu(const AllGatherGroupedMatmulParams& p, int64_t ch
       }
     }
   }
-  ZeroRowsCpu(p.product, arrays.offsets[p.product.groups], arrays.y, arrays.sums);
+  FillRowsCpu(p.product, arrays.offsets[p.product.groups], arrays.y, arrays.sums);
   // A routing may need no token of some peer, but a rank receives what all send (core/signal.h).
   for (int src = 0; src < view.world; ++src) {
     if (src != view.rank && !call.Await(src, layout.chunks)) return false;

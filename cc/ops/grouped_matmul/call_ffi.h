@@ -15,6 +15,7 @@ namespace jflux {
 // [, w_scale_1]. Results y[, sums_0[, sums_1]], or a y that is quantised, and its scale.
 struct GroupedAttributes {
   int64_t activation = 0;      // number of an Activation
+  bool fill = true;            // rows of no group are zeros
   bool gated = false;          // there is w_1
   bool scaled = false;         // there is row_scale
   bool sums = false;           // there are sums, one for each weight
@@ -23,8 +24,8 @@ struct GroupedAttributes {
   bool transpose_rhs = false;  // weights are [E, n, k]
 
   void Read(AttributeReader& read) {
-    read("activation", &activation)("gated", &gated)("scaled", &scaled)("sums", &sums)(
-        "terms", &terms)("tile", &tile)("transpose_rhs", &transpose_rhs);
+    read("activation", &activation)("fill", &fill)("gated", &gated)("scaled", &scaled)(
+        "sums", &sums)("terms", &terms)("tile", &tile)("transpose_rhs", &transpose_rhs);
   }
 };
 
@@ -90,6 +91,7 @@ inline std::optional<GroupedCall> GroupedCallOf(const GroupedAttributes& a,
   p.tile = TileChoiceOf(a.tile);
   p.scales = scales;
   p.terms = static_cast<int>(terms);
+  p.fill = a.fill;
   if (p.gated && p.activation == Activation::kNone) return std::nullopt;
   if (p.m == 0 || p.k == 0 || p.n == 0 || p.groups == 0) return std::nullopt;
   GroupedMatmulArrays& arrays = call.arrays;

@@ -27,8 +27,8 @@ class GroupRowsCpu {
   std::vector<CpuRhs> weights_;
 };
 
-// Writes zeros to the rows of the results from `first` on.
-void ZeroRowsCpu(const GroupedMatmulParams& p, int64_t first, void* y, void* const (&sums)[2]);
+// Fills the rows of the results from `first` on (GroupedMatmulParams::fill).
+void FillRowsCpu(const GroupedMatmulParams& p, int64_t first, void* y, void* const (&sums)[2]);
 
 // Whether the first rows of the groups of a product over ranks, offsets [groups + 1], are possible
 // ones. If not, reports a fault.

@@ -4,7 +4,8 @@
 // Rows lie group after group. Group e has group_sizes[e] rows, from the sum of the sizes before it:
 //
 //   rows      0 .. s0 | s0 .. s0 + s1 | ... | sum .. M
-//   weight    w[0]    | w[1]          | ... | none: y is 0, and dw takes nothing from them
+//   weight    w[0]    | w[1]          | ... | none: y is 0, or not written (GroupedMatmulParams::
+//                                             fill), and dw takes nothing from them
 //
 // group_sizes is read on the device, by the kernel. Sizes below 0, and sizes that sum to more than
 // M, are an error that names the op and the number (SizesAreWrong says it in words); no memory
@@ -60,7 +61,8 @@ struct GroupedMatmulParams {
   // Of grouped_matmul_scaled alone. What is quantised is float32 as out_dtype.
   Scales scales = Scales::kNone;
   Quantizing quantize = Quantizing::kNone;
-  int terms = 1;  // two neither with a gate, nor in grouped_matmul_scaled
+  int terms = 1;     // two neither with a gate, nor in grouped_matmul_scaled
+  bool fill = true;  // write zeros to the rows of no group, in y and sums; else nothing
 
   int Weights() const { return gated ? 2 : 1; }  // of which a tile has columns
   int Operands() const { return gated ? 2 : terms; }

@@ -122,11 +122,12 @@ void GroupRowsCpu::Multiply(const void* x, int64_t first, int64_t count, const f
   }
 }
 
-void ZeroRowsCpu(const GroupedMatmulParams& p, int64_t first, void* y, void* const (&sums)[2]) {
+void FillRowsCpu(const GroupedMatmulParams& p, int64_t first, void* y, void* const (&sums)[2]) {
   const int64_t rest = (p.m - first) * p.n * SizeOf(p.out_dtype);
-  std::memset(At(y, p.out_dtype, first * p.n), 0, rest);
+  const int byte = p.fill ? 0 : 0xff;  // where anything may be, NaN shows who reads it
+  std::memset(At(y, p.out_dtype, first * p.n), byte, rest);
   for (int i = 0; i < p.Weights() && p.sums; ++i) {
-    std::memset(At(sums[i], p.out_dtype, first * p.n), 0, rest);
+    std::memset(At(sums[i], p.out_dtype, first * p.n), byte, rest);
   }
 }
 
@@ -152,7 +153,7 @@ void GroupedMatmulCpu(const GroupedMatmulParams& p, const GroupedMatmulArrays& a
                   arrays.sums, p.terms == 2 ? At(arrays.x[1], p.dtype, first * p.k) : nullptr);
     first += rows;
   }
-  ZeroRowsCpu(p, first, arrays.y, arrays.sums);
+  FillRowsCpu(p, first, arrays.y, arrays.sums);
 }
 
 void GroupedMatmulDwCpu(const GroupedMatmulDwParams& p, const GroupedMatmulDwArrays& arrays) {

@@ -42,6 +42,7 @@ bool SetGroupedArgs(const GroupedMatmulParams& p, const GemmChoice& choice,
   args->k = static_cast<int32_t>(p.k);
   args->n = static_cast<int32_t>(p.n);
   args->gated = p.gated;
+  args->fill = p.fill;
   args->terms = p.terms;
   args->out_f32 = p.out_dtype == DType::kF32;
   args->activation = p.activation;

@@ -4,7 +4,7 @@
 // begin (gpu/group_table.cuh). Clusters take every gridDim-th tile: all cost the same, and no
 // counter has to be reset. A tile belongs to one group; its rows past the group's end are
 // not stored, and an m64 block that has no others is not multiplied if a consumer has it alone. The
-// send warps write zeros to the rows past the last group.
+// send warps write zeros to the rows past the last group, if anybody reads these.
 //
 //   waits   for nobody
 //   order   a launch after what wrote the operands; the rows of y are disjoint
@@ -43,6 +43,7 @@ struct GroupedMatmulArgs {
   int32_t box_rows, box_bytes;  // of a box of A
   int32_t terms;                // of the sum that a tile is; each has an x and a weight
   bool gated;                   // half of a tile's columns belong to each weight
+  bool fill;                    // rows past the last group are zeros
   bool out_f32;
   Activation activation;
   const float* row_scale;  // [M], or null
@@ -287,12 +288,13 @@ struct GroupedMatmulSm90 {
   };
 
   struct Exchange : NoExchange {
-    // Zeros past the last group.
+    // Zeros past the last group, if they are wanted.
     static __device__ void Send(const Args& args, const CallContext&, const GemmSmem<Config>&) {
       const GroupedRows& groups = args.groups;
       const int64_t sum = ForEachGroup(groups.group_sizes, groups.groups, groups.rows,
                                        [](int32_t, bool, GroupRows) {});
       CheckSizes(groups, sum);
+      if (!args.fill) return;
       const int64_t row_bytes = int64_t{args.n} * (args.out_f32 ? 4 : 2);
       const int64_t first = Min<int64_t>(sum, groups.rows);
       if constexpr (Config::kQuantizes) {  // the scale of zeros is 1

@@ -81,7 +81,7 @@ struct Body
     const void* const w[2] = {arrays.w, nullptr};
     void* const no_sums[2] = {nullptr, nullptr};
     const int64_t h_bytes = product.k * SizeOf(product.dtype);
-    ZeroRowsCpu(product, arrays.offsets[product.groups], arrays.y, no_sums);
+    FillRowsCpu(product, arrays.offsets[product.groups], arrays.y, no_sums);
     std::vector<std::unique_ptr<GroupRowsCpu>> groups(product.groups);
     int32_t next = 0;  // item
     for (int32_t c = 0; c < order.Classes(); ++c) {

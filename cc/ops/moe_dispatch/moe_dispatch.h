@@ -5,7 +5,9 @@
 // that no other token has. So rows leave before any rank knows what the others send.
 //
 //   dispatch   rows[r] = x of rank src[t], for each row r of an expert, in the order of
-//              (expert, src, t); zeros where no token has the row
+//              (expert, src, t); zeros where no token has the row, or past the last expert's rows
+//              nothing (MoeDispatchParams::fill)
+//              Rows may have scales, which travel with them
 //   combine    out[t] = the sum over ranks of their sums. A rank's sum is that of w * y over the
 //              token's slots there, rounded to y's type
 //
@@ -89,10 +91,15 @@ struct MoeDispatchParams {
   int32_t rows;                   // of the result
   ExpertRows expert_rows;
   TokenParts items;
+  bool fill = true;  // write zeros to the rows past the last expert's too
+  // Vectors of a row, at its end, that are scales of what is before them. In the workspace they lie
+  // behind each other, elsewhere in two arrays.
+  int64_t scale_vectors = 0;
 
   JFLUX_HD int64_t RowBytes() const { return items.vectors * 16; }
   JFLUX_HD int64_t Choices() const { return items.tokens * slots; }  // of a rank
   JFLUX_HD int64_t AllTokens() const { return world * items.tokens; }
+  JFLUX_HD int64_t ValueVectors() const { return items.vectors - scale_vectors; }
 
   // Data, by source: the choices, their weights, the rows.
   JFLUX_HD int64_t ChoiceBytes() const { return RoundUp<int64_t>(4 * Choices(), 16); }
@@ -128,15 +135,18 @@ struct MoeDispatchParams {
         .Add(items.tokens)
         .Add(items.vectors)
         .Add(items.parts)
+        .Add(scale_vectors)
         .Get();
   }
 };
 
 struct MoeDispatchArrays {
-  const void* x;           // [tokens][row bytes]
+  const void* x;           // [tokens][bytes of a row's values]
+  const void* scale;       // [tokens][bytes of its scales], float32; or null
   const int32_t* indices;  // [tokens][slots], experts of all ranks; others: none
   const float* weights;    // [tokens][slots]
-  void* rows;              // [rows][row bytes]
+  void* rows;              // [rows], as x
+  void* row_scale;         // [rows], as scale
   float* row_weights;      // [rows]
   int32_t* sizes;          // [experts]
   int32_t* slot;           // [rows]: (src * tokens + t) * slots + j, or -1

@@ -136,13 +136,10 @@ struct MoeDispatchBody {
     if (item >= p.items.Items()) return;  // the first one, of a rank with few
     const int64_t token = p.items.Token(item);
     const int32_t part = p.items.Part(item);
-    const int64_t first = 16 * p.items.First(part), end = 16 * p.items.First(part + 1);
-    const char* row = static_cast<const char*>(arrays.x) + token * p.RowBytes();
     for (int d = 1; d < p.world; ++d) {
       const int peer = (Rank() + d) % p.world;
       if (!Goes(token, peer)) continue;
-      char* image = shmem::ptr(ctx, ctx.data(p.RowOffset(Rank(), token)), peer);
-      shmem::internal::Copy<Warp>(image + first, row + first, end - first);
+      CopyTo(shmem::ptr(ctx, ctx.data<Vector>(p.RowOffset(Rank(), token)), peer), token, part);
     }
     Warp::sync();
     for (int d = 1 + Warp::rank(); d < p.world; d += Warp::size()) {
@@ -153,6 +150,19 @@ struct MoeDispatchBody {
     }
     Warp::sync();
   }
+
+  // A part of a row of x to its image in a workspace. Called by a warp.
+  JFLUX_HD void CopyTo(Vector* image, int64_t token, int32_t part) const {
+    const int64_t first = p.items.First(part), end = p.items.First(part + 1);
+    const int64_t values = p.ValueVectors(), middle = Max(first, Min(end, values));
+    const Vector* row = Values() + token * values;
+    shmem::internal::Copy<Warp>(image + first, row + first, 16 * (middle - first));
+    if (middle == end) return;
+    const Vector* scales = Scales() + token * p.scale_vectors;
+    shmem::internal::Copy<Warp>(image + middle, scales + (middle - values), 16 * (end - middle));
+  }
+  JFLUX_HD const Vector* Values() const { return static_cast<const Vector*>(arrays.x); }
+  JFLUX_HD const Vector* Scales() const { return static_cast<const Vector*>(arrays.scale); }
 
   // The row of slot j of a token; ExpertMarks::kNone and kDropped.
   JFLUX_HD int32_t RowOf(const ExpertMarks& marks, int src, int64_t token, int32_t j) const {
@@ -198,14 +208,15 @@ struct MoeDispatchBody {
     Warp::sync();
     for (int d = 0; d < p.world; ++d) {  // the own row first
       const int src = (Rank() + d) % p.world;
-      const char* row = static_cast<const char*>(arrays.x) + token * p.RowBytes();
-      if (d > 0) {
-        if (!Came(to + src * p.slots)) continue;
-        const auto* arrived = ctx.signal(p.ItemSignal(src, item));
-        if (!shmem::signal_wait_until_warp(ctx, arrived, src)) return false;
-        row = ctx.data(p.RowOffset(src, token));
+      if (d == 0) {
+        CopyToRows([&](int64_t v) { return OwnVector(token, v); }, to + src * p.slots, part);
+        continue;
       }
-      CopyToRows(reinterpret_cast<const Vector*>(row), to + src * p.slots, part);
+      if (!Came(to + src * p.slots)) continue;
+      const auto* arrived = ctx.signal(p.ItemSignal(src, item));
+      if (!shmem::signal_wait_until_warp(ctx, arrived, src)) return false;
+      const Vector* image = ctx.data<Vector>(p.RowOffset(src, token));
+      CopyToRows([&](int64_t v) { return image[v]; }, to + src * p.slots, part);
     }
     Warp::sync();  // `to` is written again
     return true;
@@ -220,8 +231,10 @@ struct MoeDispatchBody {
     return came;
   }
 
-  // A part of a row of x to the rows to[0 ... slots - 1] that are none of the negative numbers.
-  JFLUX_HD void CopyToRows(const Vector* from, const int32_t* to, int32_t part) const {
+  // A part of a row, of vectors from(v), to the rows to[0 ... slots - 1] that are none of the
+  // negative numbers.
+  template <typename From>
+  JFLUX_HD void CopyToRows(From&& from, const int32_t* to, int32_t part) const {
     constexpr int kInFlight = 4;  // loads in flight
     bool is_here = false;
     for (int32_t j = 0; j < p.slots; ++j) is_here |= to[j] >= 0;
@@ -234,26 +247,27 @@ struct MoeDispatchBody {
       JFLUX_UNROLL
       for (int b = 0; b < kInFlight; ++b) {
         const int64_t v = v0 + b * Warp::size();
-        if (v < end) loaded[b] = from[v];
+        if (v < end) loaded[b] = from(v);
       }
       for (int32_t j = 0; j < p.slots; ++j) {
         if (to[j] < 0) continue;
-        Vector* row = Rows() + to[j] * p.items.vectors;
         JFLUX_UNROLL
         for (int b = 0; b < kInFlight; ++b) {
           const int64_t v = v0 + b * Warp::size();
-          if (v < end) row[v] = loaded[b];
+          if (v < end) VectorOfRow(to[j], v) = loaded[b];
         }
       }
     }
   }
 
-  // Zeroes the item's share of the rows that no token has. Called by a warp.
+  // Zeroes the item's share of the rows that no token has, those past the last expert's only if
+  // they are wanted. Called by a warp.
   JFLUX_HD void FillFreeRows(int64_t item, const ExpertMarks& marks) const {
     for (int64_t row = item; row < p.rows; row += p.items.Items()) {
       if (!marks.IsFree(static_cast<int32_t>(row))) continue;
-      for (int64_t v = Warp::rank(); v < p.items.vectors; v += Warp::size()) {
-        Rows()[row * p.items.vectors + v] = Vector{};
+      const int64_t written = p.fill || row < marks.starts[p.experts] ? p.items.vectors : 0;
+      for (int64_t v = Warp::rank(); v < written; v += Warp::size()) {
+        VectorOfRow(row, v) = Vector{};
       }
       if (Warp::rank() == 0) {
         arrays.slot[row] = ExpertMarks::kNone;
@@ -261,7 +275,17 @@ struct MoeDispatchBody {
       }
     }
   }
-  JFLUX_HD Vector* Rows() const { return static_cast<Vector*>(arrays.rows); }
+  // Vector v of a row: of x, and of the result.
+  JFLUX_HD Vector OwnVector(int64_t token, int64_t v) const {
+    const int64_t values = p.ValueVectors();
+    return v < values ? Values()[token * values + v]
+                      : Scales()[token * p.scale_vectors + (v - values)];
+  }
+  JFLUX_HD Vector& VectorOfRow(int64_t row, int64_t v) const {
+    const int64_t values = p.ValueVectors();
+    return v < values ? static_cast<Vector*>(arrays.rows)[row * values + v]
+                      : static_cast<Vector*>(arrays.row_scale)[row * p.scale_vectors + v - values];
+  }
 };
 
 }  // namespace jflux

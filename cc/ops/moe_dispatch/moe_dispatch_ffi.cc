@@ -82,26 +82,37 @@ std::optional<TokenParts> ItemsOf(int64_t tokens, const ffi::AnyBuffer& rows, in
 struct DispatchAttributes {
   CallAttributes call;
   int64_t alignment = 0, capacity = 0, parts = 0, stride = 0;
+  bool fill = true;
 
   void Read(AttributeReader& read) {
     call.Read(read);
-    read("alignment", &alignment)("capacity", &capacity)("parts", &parts)("stride", &stride);
+    read("alignment", &alignment)("capacity", &capacity)("fill", &fill)("parts", &parts)("stride",
+                                                                                         &stride);
   }
 };
 
+// Operands x, indices, weights[, scale]. Results rows, row_weights, sizes, slot, there[,
+// row_scale].
 struct DispatchCall : CallOf<kMoeDispatchId, MoeDispatchCpu, LaunchMoeDispatch> {
-  std::string Read(const DispatchAttributes& a, ffi::AnyBuffer x, ffi::AnyBuffer indices,
-                   ffi::AnyBuffer weights, ffi::Result<ffi::AnyBuffer> rows,
-                   ffi::Result<ffi::AnyBuffer> row_weights, ffi::Result<ffi::AnyBuffer> sizes,
-                   ffi::Result<ffi::AnyBuffer> slot, ffi::Result<ffi::AnyBuffer> there) {
+  std::string Read(const DispatchAttributes& a, ffi::RemainingArgs operands,
+                   ffi::RemainingRets results) {
     const auto s32 = ffi::DataType::S32, f32 = ffi::DataType::F32;
+    const bool is_scaled = operands.size() == 4;
+    if (operands.size() < 3 || operands.size() > 4 || results.size() != (is_scaled ? 6 : 5)) {
+      return kDoNotFit;
+    }
+    const auto operand = [&](size_t i) { return *operands.get<ffi::AnyBuffer>(i); };
+    const auto result = [&](size_t i) { return *results.get<ffi::AnyBuffer>(i); };
+    auto x = operand(0), indices = operand(1), weights = operand(2);
+    auto rows = result(0), row_weights = result(1), sizes = result(2), slot = result(3),
+         there = result(4);
     if (x.dimensions().size() != 2 || indices.dimensions().size() != 2 ||
         rows->dimensions().size() != 2 || sizes->dimensions().size() != 1) {
       return kDoNotFit;
     }
     const int64_t tokens = x.dimensions()[0], slots = indices.dimensions()[1];
     const int64_t count = rows->dimensions()[0], experts = sizes->dimensions()[0];
-    const auto items = ItemsOf(tokens, x, a.parts);
+    auto items = ItemsOf(tokens, x, a.parts);
     if (!items || !Is(indices, s32, {tokens, slots}) || !Is(weights, f32, {tokens, slots}) ||
         !Is(*rows, x.element_type(), {count, x.dimensions()[1]}) ||
         !Is(*row_weights, f32, {count}) || !Is(*sizes, s32, {experts}) ||
@@ -117,19 +128,34 @@ struct DispatchCall : CallOf<kMoeDispatchId, MoeDispatchCpu, LaunchMoeDispatch> 
     p.world = static_cast<int32_t>(a.call.world);
     p.slots = static_cast<int32_t>(slots);
     p.experts = static_cast<int32_t>(experts);
+    if (is_scaled) {
+      const auto scale = operand(3);
+      auto row_scale = result(5);
+      const auto of_scale = ItemsOf(tokens, scale, a.parts);
+      if (!of_scale || !Is(scale, f32, {tokens, scale.dimensions()[1]}) ||
+          !Is(*row_scale, f32, {count, scale.dimensions()[1]}) ||
+          items->vectors > kMost / a.parts - of_scale->vectors) {
+        return kDoNotFit;
+      }
+      p.scale_vectors = of_scale->vectors;
+      items->vectors += of_scale->vectors;
+      arrays.scale = scale.untyped_data();
+      arrays.row_scale = row_scale->untyped_data();
+    }
     p.rows = static_cast<int32_t>(count);
     p.expert_rows = ExpertRows{static_cast<int32_t>(a.capacity), static_cast<int32_t>(a.alignment),
                                static_cast<int32_t>(a.stride)};
     p.items = *items;
+    p.fill = a.fill;
     if (p.ScratchBytes() > kMostMoeDispatchScratch) return kDoNotFit;
-    arrays = {x.untyped_data(),
-              static_cast<const int32_t*>(indices.untyped_data()),
-              static_cast<const float*>(weights.untyped_data()),
-              rows->untyped_data(),
-              static_cast<float*>(row_weights->untyped_data()),
-              static_cast<int32_t*>(sizes->untyped_data()),
-              static_cast<int32_t*>(slot->untyped_data()),
-              static_cast<int32_t*>(there->untyped_data())};
+    arrays.x = x.untyped_data();
+    arrays.indices = static_cast<const int32_t*>(indices.untyped_data());
+    arrays.weights = static_cast<const float*>(weights.untyped_data());
+    arrays.rows = rows->untyped_data();
+    arrays.row_weights = static_cast<float*>(row_weights->untyped_data());
+    arrays.sizes = static_cast<int32_t*>(sizes->untyped_data());
+    arrays.slot = static_cast<int32_t*>(slot->untyped_data());
+    arrays.there = static_cast<int32_t*>(there->untyped_data());
     return "";
   }
   int64_t WorkspaceBytes() const { return p.Workspace().TotalBytes(); }

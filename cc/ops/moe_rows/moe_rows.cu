@@ -1,9 +1,10 @@
-// moe_rows on GPUs. All three forms are limited by memory: each row is read once for each use, in
-// vectors of 16 bytes.
+// moe_rows on GPUs. All three forms are limited by memory. Each goes through the tokens and, for a
+// token, through batches of its slots: a row that no slot has is not touched, unless it is to be
+// zeros, and a token's own row is read once for each batch. Rows are read in vectors of 16 bytes.
 //
-//   combine, spread  a team of threads, a power of two up to a CTA, has a row of the result; a
-//                    thread has every team-th vector of it
-//   dots             a warp has a number of the result
+//   combine, spread  a team of threads, a power of two up to a CTA, has a token; a thread has every
+//                    team-th vector of its rows
+//   dots             a warp has a token
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -19,22 +20,26 @@ namespace jflux {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMostCtas = 8 * kMostSms;
+constexpr int kBatch = 8;  // slots of a token whose rows are loaded together
+// Far more than run at a time, so that the last ones to end are small.
+constexpr int64_t kMostCtas = 64 * kMostSms;
+// Vectors of a row that a thread has, where a row has enough for a warp.
+constexpr int kVectorsOfThread = 4;
 
 struct MoeRowsArgs {
   MoeRowsArrays arrays;
   int64_t rows, tokens;
   int32_t slots, vectors;  // of a row of y or g
   int32_t team;            // threads
+  bool fill;
 };
 
 // Vector i of a row.
-template <typename T>
-__device__ Vector<T> LoadVector(const void* rows, int64_t row, int32_t vectors, int32_t i) {
-  return Vector<T>::Of(__ldg(static_cast<const uint4*>(rows) + row * vectors + i));
+__device__ __forceinline__ uint4 Load(const void* rows, int64_t row, int32_t vectors, int32_t i) {
+  return __ldg(static_cast<const uint4*>(rows) + row * vectors + i);
 }
 
-// Stores it as Out, T or float.
+// Stores x as vector i of a row, of Out: T or float.
 template <typename Out, typename T>
 __device__ void StoreVector(const Vector<T>& x, void* rows, int64_t row, int32_t vectors,
                             int32_t i) {
@@ -50,82 +55,132 @@ __device__ void StoreVector(const Vector<T>& x, void* rows, int64_t row, int32_t
   }
 }
 
-// Calls visit(row, i) for this thread's vectors of all rows of the result.
-template <typename Visit>
-__device__ void ForEachVector(const MoeRowsArgs& args, int64_t rows, Visit&& visit) {
-  const int teams = kThreads / args.team, team = threadIdx.x / args.team;
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * teams + team; row < rows;
-       row += static_cast<int64_t>(gridDim.x) * teams) {
-    for (int32_t i = threadIdx.x % args.team; i < args.vectors; i += args.team) visit(row, i);
+// The share of a team in `count` rows or tokens: first, first + step, ...
+struct Share {
+  int64_t first, step;
+  static __device__ __forceinline__ Share Of(int team) {
+    const int teams = kThreads / team, own = static_cast<int>(threadIdx.x) / team;
+    return {static_cast<int64_t>(blockIdx.x) * teams + own,
+            static_cast<int64_t>(gridDim.x) * teams};
   }
-}
+};
+
+// Rows of a token's slots j0 ... j0 + kBatch - 1, -1 for none, and their weights where the form has
+// any.
+struct Slots {
+  int32_t row[kBatch];
+  float weight[kBatch];
+  __device__ __forceinline__ Slots(const MoeRowsArgs& args, int64_t token, int32_t j0) {
+    const int64_t first = token * args.slots + j0;
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const bool is_there = j0 + b < args.slots;
+      const int32_t found = is_there ? __ldg(args.arrays.destination + first + b) : -1;
+      row[b] = found < args.rows ? found : -1;
+      weight[b] = is_there && args.arrays.w != nullptr ? __ldg(args.arrays.w + first + b) : 1.0f;
+    }
+  }
+  __device__ __forceinline__ bool Any() const {
+    int32_t most = -1;
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) most = Max(most, row[b]);
+    return most >= 0;
+  }
+};
 
 template <typename T, typename Out>
 __global__ void __launch_bounds__(kThreads)
     CombineKernel(const __grid_constant__ MoeRowsArgs args) {
-  constexpr int kBatch = 4;  // rows that are loaded together
-  ForEachVector(args, args.tokens, [&](int64_t token, int32_t i) {
-    Vector<T> sum{};
-    const int64_t first = token * args.slots;
-    for (int32_t j0 = 0; j0 < args.slots; j0 += kBatch) {
-      Vector<T> rows[kBatch];
-      float weights[kBatch];
-      bool is_there[kBatch];
+  const Share share = Share::Of(args.team);
+  const auto member = static_cast<int32_t>(threadIdx.x) % args.team;
+  for (int64_t token = share.first; token < args.tokens; token += share.step) {
+    Slots slots(args, token, 0);
+#pragma unroll 2
+    for (int32_t i = member; i < args.vectors; i += args.team) {
+      Vector<T> sum{};
+      for (int32_t j0 = 0; j0 < args.slots; j0 += kBatch) {
+        if (args.slots > kBatch) slots = Slots(args, token, j0);
+        uint4 loaded[kBatch];
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        const int32_t row =
-            j0 + b < args.slots ? __ldg(args.arrays.destination + first + j0 + b) : -1;
-        is_there[b] = row >= 0 && row < args.rows;
-        if (!is_there[b]) continue;
-        weights[b] = __ldg(args.arrays.w + first + j0 + b);
-        rows[b] = LoadVector<T>(args.arrays.y, row, args.vectors, i);
-      }
+        for (int b = 0; b < kBatch; ++b) {
+          if (slots.row[b] >= 0) loaded[b] = Load(args.arrays.y, slots.row[b], args.vectors, i);
+        }
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (is_there[b]) sum.AddTimes(weights[b], rows[b]);
+        for (int b = 0; b < kBatch; ++b) {
+          if (slots.row[b] >= 0) sum.AddTimes(slots.weight[b], Vector<T>::Of(loaded[b]));
+        }
       }
+      StoreVector<Out>(sum, args.arrays.out, token, args.vectors, i);
     }
-    StoreVector<Out>(sum, args.arrays.out, token, args.vectors, i);
-  });
+  }
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) SpreadKernel(const __grid_constant__ MoeRowsArgs args) {
-  const int64_t slots = args.tokens * args.slots;
-  ForEachVector(args, args.rows, [&](int64_t row, int32_t i) {
-    const int32_t slot = __ldg(args.arrays.source + row);
-    Vector<T> out{};
-    if (slot >= 0 && slot < slots) {
-      const float weight = __ldg(args.arrays.w + slot);
-      out = LoadVector<T>(args.arrays.g, slot / args.slots, args.vectors, i);
+  const Share share = Share::Of(args.team);
+  const auto member = static_cast<int32_t>(threadIdx.x) % args.team;
+  for (int64_t token = share.first; token < args.tokens; token += share.step) {
+    for (int32_t j0 = 0; j0 < args.slots; j0 += kBatch) {
+      const Slots slots(args, token, j0);
+      if (!slots.Any()) continue;
+#pragma unroll 4
+      for (int32_t i = member; i < args.vectors; i += args.team) {
+        const auto g = Vector<T>::Of(Load(args.arrays.g, token, args.vectors, i));
 #pragma unroll
-      for (int c = 0; c < Vector<T>::kSize; ++c) out.v[c] *= weight;
+        for (int b = 0; b < kBatch; ++b) {
+          if (slots.row[b] < 0) continue;
+          Vector<T> out;
+#pragma unroll
+          for (int c = 0; c < Vector<T>::kSize; ++c) out.v[c] = slots.weight[b] * g.v[c];
+          StoreVector<T>(out, args.arrays.out, slots.row[b], args.vectors, i);
+        }
+      }
     }
-    StoreVector<T>(out, args.arrays.out, row, args.vectors, i);
-  });
+  }
+  if (!args.fill) return;
+  for (int64_t row = share.first; row < args.rows; row += share.step) {
+    if (__ldg(args.arrays.source + row) >= 0) continue;
+    for (int32_t i = member; i < args.vectors; i += args.team) {
+      StoreVector<T>(Vector<T>{}, args.arrays.out, row, args.vectors, i);
+    }
+  }
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) DotsKernel(const __grid_constant__ MoeRowsArgs args) {
-  constexpr int kWarps = kThreads / 32;
-  const int lane = threadIdx.x % 32;
-  const int64_t slots = args.tokens * args.slots;
-  for (int64_t slot = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; slot < slots;
-       slot += static_cast<int64_t>(gridDim.x) * kWarps) {
-    const int32_t row = __ldg(args.arrays.destination + slot);
-    float sum = 0;
-    if (row >= 0 && row < args.rows) {
-#pragma unroll 4
-      for (int32_t i = lane; i < args.vectors; i += 32) {
-        const auto y = LoadVector<T>(args.arrays.y, row, args.vectors, i);
-        const auto g = LoadVector<T>(args.arrays.g, slot / args.slots, args.vectors, i);
+  const Share share = Share::Of(32);
+  const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
+  for (int64_t token = share.first; token < args.tokens; token += share.step) {
+    for (int32_t j0 = 0; j0 < args.slots; j0 += kBatch) {
+      const Slots slots(args, token, j0);
+      float sums[kBatch] = {};
+      for (int32_t i = slots.Any() ? lane : args.vectors; i < args.vectors; i += 32) {
+        const uint4 of_token = Load(args.arrays.g, token, args.vectors, i);
+        uint4 loaded[kBatch];
 #pragma unroll
-        for (int c = 0; c < Vector<T>::kSize; ++c) sum = fmaf(y.v[c], g.v[c], sum);
+        for (int b = 0; b < kBatch; ++b) {
+          if (slots.row[b] >= 0) loaded[b] = Load(args.arrays.y, slots.row[b], args.vectors, i);
+        }
+        const auto g = Vector<T>::Of(of_token);
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          if (slots.row[b] < 0) continue;
+          const auto y = Vector<T>::Of(loaded[b]);
+#pragma unroll
+          for (int c = 0; c < Vector<T>::kSize; ++c) sums[b] = fmaf(y.v[c], g.v[c], sums[b]);
+        }
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) {
+          sums[b] += __shfl_xor_sync(0xffffffff, sums[b], step);
+        }
+        if (lane == b && j0 + b < args.slots) {
+          static_cast<float*>(args.arrays.out)[token * args.slots + j0 + b] = sums[b];
+        }
       }
     }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
-    if (lane == 0) static_cast<float*>(args.arrays.out)[slot] = sum;
   }
 }
 
@@ -177,13 +232,14 @@ bool LaunchMoeRows(const MoeRowsParams& p, const MoeRowsArrays& arrays, cudaStre
                    p.tokens,
                    static_cast<int32_t>(p.slots),
                    static_cast<int32_t>(row_bytes / kVectorBytes),
-                   1};
-  while (args.team < kThreads && args.team < args.vectors) args.team *= 2;
-  const int64_t results = p.form == MoeRowsForm::kCombine  ? p.tokens
-                          : p.form == MoeRowsForm::kSpread ? p.rows
-                                                           : p.tokens * p.slots;
-  const int teams = p.form == MoeRowsForm::kDots ? kThreads / 32 : kThreads / args.team;
-  const int64_t ctas = Min(CeilDiv<int64_t>(results, teams), kMostCtas);
+                   1,
+                   p.fill};
+  const int32_t most = Max(32, args.vectors / kVectorsOfThread);
+  while (args.team < kThreads && args.team < Min(args.vectors, most)) args.team *= 2;
+  const int teams = kThreads / (p.form == MoeRowsForm::kDots ? 32 : args.team);
+  const int64_t shared =
+      p.form == MoeRowsForm::kSpread && p.fill ? Max(p.tokens, p.rows) : p.tokens;
+  const int64_t ctas = Min(CeilDiv<int64_t>(shared, teams), kMostCtas);
   return LoadOnce(LoadMoeRowsKernels, error) &&
          LaunchKernel(kernel, &args, static_cast<int>(ctas), 1, kThreads, 0, stream, error);
 }

@@ -2,7 +2,8 @@
 // tokens of k slots each, and C columns:
 //
 //   combine   y [R, C], w f32 [T, k]    ->  [T, C]      sum over j of w[t, j] y[destination[t, j]]
-//   spread    g [T, C], w f32 [T, k]    ->  [R, C]      w[s] g[s / k] of s = source[r]; else zeros
+//   spread    g [T, C], w f32 [T, k]    ->  [R, C]      w[s] g[s / k] of s = source[r]; else zeros,
+//                                                       or nothing (MoeRowsParams::fill)
 //   dots      y [R, C], g [T, C]        ->  f32 [T, k]  <y[destination[t, j]], g[t]>; else 0
 //
 // source i32 [R] and destination i32 [T, k]: -1, there is none. Sums are in float32, and in the
@@ -33,6 +34,7 @@ struct MoeRowsParams {
   int64_t rows, tokens, slots, columns;  // R, T, k, C
   DType dtype;                           // of y and g
   DType out_dtype;                       // that, or of a combine float32
+  bool fill = true;                      // a spread writes zeros to rows that no slot has
 };
 
 struct MoeRowsArrays {

@@ -17,9 +17,10 @@ namespace {
 #ifdef JFLUX_WITH_CUDA
 
 struct Attributes {
+  bool fill = true;
   int64_t form = 0;  // number of a MoeRowsForm
 
-  void Read(AttributeReader& read) { read("form", &form); }
+  void Read(AttributeReader& read) { read("fill", &fill)("form", &form); }
 };
 
 struct Call {
@@ -29,9 +30,10 @@ struct Call {
 
 // The parameters of the call; empty if operands and result do not fit together. The operands are
 // the two of the form, source and destination.
-std::optional<Call> CallOf(int64_t form, const ffi::AnyBuffer& a, const ffi::AnyBuffer& b,
-                           const ffi::AnyBuffer& source, const ffi::AnyBuffer& destination,
-                           ffi::AnyBuffer& out) {
+std::optional<Call> CallOf(const Attributes& attributes, const ffi::AnyBuffer& a,
+                           const ffi::AnyBuffer& b, const ffi::AnyBuffer& source,
+                           const ffi::AnyBuffer& destination, ffi::AnyBuffer& out) {
+  const int64_t form = attributes.form;
   if (form < 0 || form > static_cast<int64_t>(MoeRowsForm::kDots)) return std::nullopt;
   const auto dtype = DTypeOf(a.element_type()), out_dtype = DTypeOf(out.element_type());
   if (!dtype || !out_dtype || a.dimensions().size() != 2 || source.dimensions().size() != 1 ||
@@ -41,6 +43,7 @@ std::optional<Call> CallOf(int64_t form, const ffi::AnyBuffer& a, const ffi::Any
   Call call;
   MoeRowsParams& p = call.params;
   p.form = static_cast<MoeRowsForm>(form);
+  p.fill = attributes.fill;
   p.columns = a.dimensions()[1];
   p.tokens = destination.dimensions()[0];
   p.slots = destination.dimensions()[1];
@@ -78,7 +81,7 @@ ffi::Error Cuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::AnyBuffer 
                 ffi::Result<ffi::AnyBuffer> out) {
   Attributes read;
   if (auto refused = ReadAttributes(kMoeRowsId, attributes, &read)) return *refused;
-  const auto call = CallOf(read.form, a, b, source, destination, *out);
+  const auto call = CallOf(read, a, b, source, destination, *out);
   if (!call) return InvalidArgument("moe_rows: operands do not fit");
   return LaunchLocalCuda(kMoeRowsId, [&](std::string* error) {
     return LaunchMoeRows(call->params, call->arrays, stream, error);

@@ -15,11 +15,11 @@ from .._epilogue import sum_dtype
 
 
 def check_tokens(
-    op: str, x: Any, indices: Any, num_experts: int, world: int
+    op: str, x: Any, indices: Any, num_experts: int, world: int, *, scaled: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """A rank's tokens [T, H] and their choices i32 [T, k]."""
+    """A rank's tokens [T, H], or the values of scaled ones, and their choices i32 [T, k]."""
     x, indices = jnp.asarray(x), jnp.asarray(indices)
-    if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+    if x.ndim != 2 or not (scaled or jnp.issubdtype(x.dtype, jnp.floating)):
         raise ValueError(
             f"{op}: x must be floating [T, H], got {x.dtype} {x.shape}; x.reshape(-1, H) puts "
             "batches and sequences into one dimension of tokens"

@@ -20,6 +20,7 @@ class Options:
     alignment: int = 1
     layout: str = "expert"
     partial_sums: bool = False
+    rest: str = "zeros"
 
 
 class Sizes(NamedTuple):

@@ -1,9 +1,9 @@
 """A dispatch and a combine with partial sums, each one kernel. Kernels: cc/ops/moe_dispatch.
 
-``jflux_moe_dispatch(x, indices, weights)`` and ``jflux_moe_combine(y, weights, ...)`` are each
-other's transposes in x and y. A token has a fixed place on each rank that it is sent to, so ranks
-need no counts before rows leave. The choices alone say where rows lie: the gradient of a combine is
-a dispatch with the same choices.
+``jflux_moe_dispatch(x, indices, weights[, scale])`` and ``jflux_moe_combine(y, weights, ...)`` are
+each other's transposes in x and y. Rows of 8 bits have scales, which travel with them. A token has
+a fixed place on each rank that it is sent to, so ranks need no counts before rows leave. The
+choices alone say where rows lie: the gradient of a combine is a dispatch with the same choices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..._call.forms import AttributesRule, Call, Form, Op, Run, ShapeDtype, WhyN
 from ..._call.plans import Arrays, Machine, Plan
 from ..._call.primitives import make_primitive
 from ..._ranks import meshes
-from .._epilogue import sum_dtype
+from .._scaled import Scaled
 from ..collectives import exchange
 from ..products import _product
 from . import _destinations, moe_rows
@@ -51,6 +51,9 @@ class Params:
       capacity: most rows of an expert; -1: any number.
       alignment: of an expert's rows.
       stride: rows from one expert's first to the next one's; 0: they follow each other.
+      fill: rows past the last expert's are zeros; else anything.
+      scaled: x has 8 bits, and there are its scales, float32 [T, s], with s a multiple of 4. Then
+        the rows' scales [R, s] are the last result.
     """
 
     axis_names: tuple[Any, ...]
@@ -60,6 +63,8 @@ class Params:
     capacity: int
     alignment: int
     stride: int
+    fill: bool = True
+    scaled: bool = False
     prepared: str | None = None
 
 
@@ -117,7 +122,7 @@ class KernelHandle:
         return _combine(params, y, w, self.indices, self.slot, self.expert_row, self.rank)
 
 
-def why_not(x: Any, indices: Any, params: Params) -> str | None:
+def why_not(x: Any, indices: Any, params: Params, scale: Any = None) -> str | None:
     """Why a dispatch that is being traced is not one kernel, or None. It depends on shapes and
     switches, which are the same on all ranks."""
     if not _config.config.fused:
@@ -126,14 +131,16 @@ def why_not(x: Any, indices: Any, params: Params) -> str | None:
         return f"axis {virtual[0]!r} is vmap's, not a mesh's"
     if 0 in (*x.shape, *indices.shape):
         return "an operand is empty"
-    return _why_not(_call((x, indices), params), x.dtype)
+    given = () if scale is None else (_in_vectors(scale),)
+    arrays = (x, indices, None, *given)
+    return _why_not(_call(arrays, params), None if given else x.dtype)
 
 
 def _why_not(call: dict[str, int], dtype: Any) -> str | None:
     """Why no kernel takes such a dispatch on any machine, or None."""
     if not 2 <= call["world"] <= _product.MAX_RANKS:
         return f"the kernel is for 2 to {_product.MAX_RANKS} ranks, not for {call['world']}"
-    if why := _native.why_not_dtypes("moe_combine", "cuda", dtype):
+    if why := _why_not_dtype(dtype):
         return why
     try:
         taken = _native.plan(OP, call, 0, 0.0)["workspace_bytes"]
@@ -147,13 +154,35 @@ def _why_not(call: dict[str, int], dtype: Any) -> str | None:
     )
 
 
+def _why_not_dtype(dtype: Any) -> str | None:
+    """Why no kernel takes rows of the type; None: they have 8 bits, and scales."""
+    return None if dtype is None else _native.why_not_dtypes("moe_combine", "cuda", dtype)
+
+
+def _in_vectors(scale: Any) -> jax.Array:
+    """Scales [T, s] with zeros behind them, so that a row is whole vectors."""
+    return jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % (_native.VECTOR_BYTES // 4))))
+
+
 def dispatched(
-    params: Params, x: jax.Array, indices: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, KernelHandle]:
-    """(rows [R, H], their weights f32 [R], the rows of each expert i32 [E_local], handle); weights
-    are float32."""
-    operands = x, indices, weights
-    rows, row_weights, sizes, slot, expert_row = _dispatch_primitive.bind(*operands, params=params)
+    params: Params,
+    x: jax.Array,
+    indices: jax.Array,
+    weights: jax.Array,
+    scale: jax.Array | None = None,
+) -> tuple[Any, jax.Array, jax.Array, KernelHandle]:
+    """(rows [R, H], Scaled if there is a scale; their weights f32 [R], the rows of each expert i32
+    [E_local], handle); weights are float32."""
+    operands = [x, indices, weights]
+    if scale is not None:
+        operands.append(_in_vectors(scale))
+        params = dataclasses.replace(params, scaled=True)
+    rows, row_weights, sizes, slot, expert_row, *row_scale = _dispatch_primitive.bind(
+        *operands, params=params
+    )
+    if scale is not None:
+        rows = Scaled(rows, row_scale[0][:, : scale.shape[1]])
+        params = dataclasses.replace(params, scaled=False)  # as its derivatives dispatch
     rank, first = _rank(indices, params), _first(indices, params)
     handle = KernelHandle(indices, slot, expert_row, rank, first, params)
     return rows, row_weights, sizes, handle
@@ -197,12 +226,12 @@ def _of_slots(numbers: jax.Array, expert_row: jax.Array) -> jax.Array:
 
 def _call(arrays: Arrays, params: Params) -> dict[str, int]:
     """A dispatch as the native plan function reads it."""
-    x, indices, *_ = arrays
+    x, indices, *rest = arrays
     return {
         "world": params.world,
         "tokens": x.shape[0],
         "slots": indices.shape[1],
-        "row_bytes": x.shape[1] * x.dtype.itemsize,
+        "row_bytes": sum(a.shape[1] * a.dtype.itemsize for a in (x, *rest[1:])),
         "experts": params.experts,
         "rows": params.rows,
         "capacity": params.capacity,
@@ -211,7 +240,8 @@ def _call(arrays: Arrays, params: Params) -> dict[str, int]:
     }
 
 
-#: A call -> (its fields as the native plan function reads them, the type of rows).
+#: A call -> (its fields as the native plan function reads them, the type of rows; None: 8 bits with
+#: scales).
 _Fields = Callable[[Call], tuple[dict[str, int], Any]]
 
 
@@ -226,7 +256,7 @@ def _forms(
 
     def takes(call: Call, machine: Machine) -> Plan | WhyNot:
         fields, dtype = fields_of(call)
-        if why := _native.why_not_dtypes("moe_combine", "cuda", dtype):
+        if why := _why_not_dtype(dtype):
             return WhyNot(why)
         # A dispatch sends a row in up to 8 parts, each with a signal. If the workspace does not
         # fit, try fewer parts, which take fewer signals.
@@ -241,7 +271,7 @@ def _forms(
 
     def takes_in_calls(call: Call, machine: Machine) -> Plan | None:
         fields, dtype = fields_of(call)
-        if call.levels is not None or _native.why_not_dtypes("moe_combine", "cuda", dtype):
+        if call.levels is not None or dtype is None or _why_not_dtype(dtype):
             return None
         if not isinstance(no_room := takes(call, machine), WhyNot):
             return None
@@ -280,19 +310,20 @@ def _combine_in_calls(arrays: Arrays, params: CombineParams, plan: Plan) -> list
 
 
 def _dispatch_shapes(arrays: Arrays, params: Params) -> list[ShapeDtype]:
-    x, indices, _ = arrays
+    x, indices, _, *scale = arrays
     return [
         ((params.rows, x.shape[1]), x.dtype),
         ((params.rows,), np.dtype(np.float32)),
         ((params.experts,), np.dtype(np.int32)),
         ((params.rows,), np.dtype(np.int32)),
         ((params.world * x.shape[0], indices.shape[1]), np.dtype(np.int32)),
+        *(((params.rows, one.shape[1]), one.dtype) for one in scale),
     ]
 
 
 def _dispatch_by_gathers(arrays: Arrays, params: Params, plan: Plan | None = None) -> list[Any]:
     """A dispatch in which each rank gathers all tokens and keeps the rows of its experts."""
-    x, indices, weights = (
+    x, indices, weights, *scale = (
         exchange.all_gather(a, axis_name=params.axis_names, axis=0, tiled=True) for a in arrays
     )
     experts, k = params.experts, indices.shape[1]
@@ -311,15 +342,17 @@ def _dispatch_by_gathers(arrays: Arrays, params: Params, plan: Plan | None = Non
     slot, expert_row = _destinations.expert_rows(own, kept, starts, params.rows)
     number = _destinations.number_among_equals(own, by_expert)
     expert_row = jnp.where((own >= 0) & (number >= sizes[own]), _DROPPED, expert_row)
-    rows = rows_or_zeros(x, jnp.where(slot >= 0, slot // k, -1))
+    token = jnp.where(slot >= 0, slot // k, -1)
+    rows, *row_scale = (rows_or_zeros(a, token) for a in (x, *scale))
     row_weights = rows_or_zeros(on_first(slots.first, weights).ravel(), slot)
-    return [rows, row_weights, sizes, slot, expert_row]
+    return [rows, row_weights, sizes, slot, expert_row, *row_scale]
 
 
 def _dispatch_attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     return {
         "alignment": np.int64(params.alignment),
         "capacity": np.int64(params.capacity),
+        "fill": params.fill,
         "parts": np.int64(plan.config["parts"]),
         "stride": np.int64(params.stride),
     }
@@ -331,7 +364,10 @@ _dispatch_op = Op(
     reference=_dispatch_by_gathers,
     forms=_forms(
         OP,
-        lambda call: (_call(call.arrays, call.params), call.arrays[0].dtype),
+        lambda call: (
+            _call(call.arrays, call.params),
+            None if call.params.scaled else call.arrays[0].dtype,
+        ),
         _dispatch_attributes,
         _dispatch_in_calls,
         forms.decomposed(_dispatch_by_gathers, "all tokens to all ranks"),
@@ -394,18 +430,18 @@ _combine_primitive = make_primitive(_combine_op)
 
 def _dispatch_forward(operands: Sequence[Any], params: Params) -> tuple[Sequence[Any], Any]:
     results = _dispatch_primitive.bind(*operands, params=params)
-    *_, slot, expert_row = results
+    slot, expert_row = results[3:5]
     return results, (operands[1], slot, expert_row)
 
 
 def _dispatch_tangents(kept: Any, tangents: Sequence[Any], params: Params) -> list[Any]:
     indices, slot, _ = kept
-    dx, _, dw = tangents
+    dx, _, dw, *of_scale = tangents
     if dx is not None:
         given = jnp.zeros(indices.shape, np.float32) if dw is None else dw
         return list(_dispatch_primitive.bind(dx, indices, given, params=params))
     of_slots = _weights_at_experts(on_first(_first(indices, params), dw), params)
-    return [None, rows_or_zeros(of_slots.ravel(), slot), None, None, None]
+    return [None, rows_or_zeros(of_slots.ravel(), slot), None, None, None, *of_scale]
 
 
 def _dispatch_backward(
@@ -427,7 +463,7 @@ def _dispatch_backward(
         first = _first(indices, params)
         shared = jnp.take_along_axis(back, jnp.maximum(first, 0), axis=1)
         dw = jnp.where(first >= 0, shared, 0)
-    return [dx, None, dw]
+    return [dx, None, dw, *([None] if params.scaled else [])]
 
 
 def _dispatch_kept(operands: Sequence[Any], params: Params) -> Any:
@@ -464,13 +500,15 @@ def _combine_backward(
     # The cotangent travels in y's type, as in _partial_sums.py.
     ct = ct.astype(y_type.dtype)
     rows, *_ = _dispatch_primitive.bind(ct, indices, zeros, params=params.dispatch)
-    wide = rows.astype(sum_dtype(y_type.dtype))
+    # Row after row, as if each were a token with one slot.
+    place = jnp.where(slot >= 0, lax.iota(jnp.int32, slot.shape[0]), -1)
+    places = place, place[:, None]
     dy, dw = None, None
     if wanted[0] is not None:
-        row_weights = rows_or_zeros(w.ravel(), slot)
-        dy = (row_weights[:, None] * wide).astype(y_type.dtype)
+        row_weights = rows_or_zeros(w.ravel(), slot)[:, None]
+        dy = moe_rows.spread(rows, row_weights, *places, fill=params.dispatch.fill)
     if wanted[1] is not None:
-        dots = jnp.sum(wide * y.astype(wide.dtype), axis=1).astype(np.float32)
+        dots = moe_rows.dots(y, rows, *places)[:, 0].astype(np.float32)
         dw = _of_slots(dots, expert_row)
     return [dy, dw, None, None, None, None]
 

@@ -216,7 +216,8 @@ def two_steps(
 
 def _rows(x: jax.Array, routing: Routing, params: Params) -> jax.Array:
     """All ranks' tokens in the order of experts."""
-    return permute(all_gather(x, axis_name=params.axis_names, axis=0, tiled=True), routing)
+    tokens = all_gather(x, axis_name=params.axis_names, axis=0, tiled=True)
+    return permute(tokens, routing, rest="undefined")  # products alone read the rows
 
 
 # ---- What the lowering asks ----------------------------------------------------------------------

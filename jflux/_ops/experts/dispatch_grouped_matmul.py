@@ -356,7 +356,7 @@ def _by_dispatch(arrays: Arrays, params: _Params, plan: Plan) -> tuple[jax.Array
     x, *ws, indices = arrays
     dispatched = moe_dispatch.moe_dispatch(
         x, indices, jnp.ones(indices.shape, jnp.float32), num_experts=params.num_experts,
-        partial_sums=True, axis_name=params.axis_name,
+        partial_sums=True, rest="undefined", axis_name=params.axis_name,
     )  # fmt: skip
     y = grouped_matmul(dispatched.rows, ws, dispatched.group_sizes, **params.product)
     return y, DispatchHandle(dispatched.group_sizes, dispatched.handle)  # type: ignore[arg-type]

@@ -13,12 +13,15 @@ import numpy as np
 from jax import lax
 
 from ... import _config
-from ..._call import explain, plans
+from ..._call import explain, local_ops, plans
 from ..._call.forms import Call, Form, WhyNot, choose
 from ..._call.plans import Machine, Plan
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
+from .. import _scaled
 from .._epilogue import sum_dtype
+from .._recipe import Format
+from .._scaled import Operand, Scaled
 from ..collectives.exchange import all_gather
 from . import _destinations, _dispatch_primitives, _ragged_dispatch
 from ._checks import check_axes, check_tokens, check_weights
@@ -47,7 +50,8 @@ class Dispatched(NamedTuple):
     """Rows of this rank's experts.
 
     Attributes:
-      rows: [R, H], expert after expert, or [E_local, C, H]. Rows of no token are zeros.
+      rows: [R, H], expert after expert, or [E_local, C, H]. Rows of no token are zeros, but for
+        those that `rest` leaves undefined.
       group_sizes: i32 [E_local], the tokens of each expert.
       padded_sizes: i32 [E_local], its rows with those that fill it up to `alignment`: what
         :func:`jflux.grouped_matmul` takes as ``group_sizes`` of `rows`.
@@ -56,7 +60,7 @@ class Dispatched(NamedTuple):
       statistics: see :class:`DispatchStatistics`.
     """
 
-    rows: jax.Array
+    rows: Any
     group_sizes: jax.Array
     padded_sizes: jax.Array
     weights: jax.Array
@@ -76,6 +80,8 @@ def moe_dispatch(
     layout: str = "expert",
     on_overflow: str = "drop",
     partial_sums: bool = False,
+    rest: str = "zeros",
+    quantize: Format | None = None,
     axis_name: AxisName,
     node_axis: AxisName | None = None,
 ) -> Dispatched:
@@ -107,8 +113,13 @@ def moe_dispatch(
     :func:`jflux.moe_combine`, and is summed over a token's copies in float32, in the order of
     top-k.
 
+    Rows of 8 bits travel with their scales, in the same kernel: x may be a :class:`jflux.Scaled`,
+    or be quantised by `quantize`, and the experts' rows are one then, which
+    :func:`jflux.grouped_matmul` takes. It has no gradient in x; :func:`jflux.nn.mixture` by a
+    recipe dispatches so and has all gradients.
+
     Args:
-      x: [T, H], floating.
+      x: [T, H], floating; or a :class:`jflux.Scaled`, or what stands for one.
       topk_indices: integers [T, k], from 0 to ``num_experts - 1``; -1: the slot has no expert.
       topk_weights: [T, k], floating.
       num_experts: E, a multiple of N.
@@ -121,12 +132,17 @@ def moe_dispatch(
         it is counted in the statistics and moves nothing; "error", the call fails,
         and says how many such slots which rank has. (Its `lax` form does not look, and drops.)
       partial_sums: whether ranks sum first, here and in the combine.
+      rest: what rows past those of the last expert hold, here and in the gradient of what
+        :func:`jflux.moe_combine` takes: "zeros", or "undefined", where nothing reads them, as in
+        :func:`jflux.grouped_matmul`.
+      quantize: a :class:`jflux.Format`, by which x is quantised before it leaves. A scale that
+        ranks' rows share is that of a rank's own.
       axis_name: a mesh axis, or a tuple of them.
       node_axis: the mesh axis of nodes, if ranks of one node alone are joined by fast links.
 
     Returns:
       The rows and the rest, see :class:`Dispatched`. Rows have x's type, weights are float32
-      (float64 for a float64 x).
+      (float64 for a float64 x). Scaled rows have a scale each, or one for each 128 elements.
 
     Raises:
       ValueError, TypeError: for operands and options that do not fit, when the call is traced.
@@ -145,12 +161,14 @@ def moe_dispatch(
     """
     axes = meshes.axes_of(node_axis, axis_name)
     x, indices, weights = _checked(
-        x, topk_indices, topk_weights, num_experts, meshes.axis_size(axes)
+        x, topk_indices, topk_weights, num_experts, meshes.axis_size(axes), quantize
     )
     _check_options(capacity, alignment, layout, on_overflow)
+    local_ops.is_filled("moe_dispatch", rest)
     # Plain `lax` makes places, statistics and handles of them, which have one type.
-    x, indices, weights = meshes.vary_together(axes, x, indices, weights)
-    options = _destinations.Options(on_overflow, capacity, alignment, layout, partial_sums)
+    leaves, structure = jax.tree.flatten((x, indices, weights))
+    x, indices, weights = jax.tree.unflatten(structure, meshes.vary_together(axes, *leaves))
+    options = _destinations.Options(on_overflow, capacity, alignment, layout, partial_sums, rest)
     if node_axis is None:
         return _dispatch(x, indices, weights, _Params(num_experts, options, axis_name))
     # First to nodes, as if each were a rank with one expert.
@@ -184,8 +202,11 @@ class _Params:
     axis_name: AxisName
 
 
-def _dispatch(x: jax.Array, indices: jax.Array, weights: jax.Array, params: _Params) -> Dispatched:
-    arrays = x, indices, weights
+def _dispatch(x: Operand, indices: jax.Array, weights: jax.Array, params: _Params) -> Dispatched:
+    """Of a Scaled x, each of whose rows has scales of its own."""
+    arrays: Sequence[Any] = (x, indices, weights)
+    if isinstance(x, Scaled):
+        arrays = x.values, indices, weights, x.scale
     plan, form = choose(_FORMS, Call(arrays, params))
     assert form is not None
     return form.run(arrays, params, plan)
@@ -193,21 +214,43 @@ def _dispatch(x: jax.Array, indices: jax.Array, weights: jax.Array, params: _Par
 
 def _by_ragged_exchange(arrays: Sequence[jax.Array], params: _Params, plan: Plan) -> Dispatched:
     """A dispatch whose handle is for slots, or for partial sums."""
-    x, indices, weights = arrays
+    x, indices, weights, *scale = arrays
     handle, sizes, padded, chosen, dropped = _ragged_dispatch.route(
         indices, params.num_experts, params.options, params.axis_name
     )
-    rows, row_weights = handle.dispatch(x, weights.astype(sum_dtype(x.dtype)))
+    weights = weights.astype(sum_dtype(x.dtype))
+    rows: Any
+    if scale:
+        rows, row_weights = handle.dispatch(_in_bytes(x, *scale), weights)
+        rows = _of_bytes(rows, x)
+    else:
+        rows, row_weights = handle.dispatch(x, weights)
     if params.options.partial_sums and _config.config.fused:  # else nobody expects a kernel
         op = _dispatch_primitives.OP
-        explain.note_once(op, arrays, (rows, row_weights), plan)
+        explain.note_once(op, arrays, jax.tree.leaves((rows, row_weights)), plan)
         _config.say_once(logging.INFO, f"jflux.{op} is {plan.path}: {plan.reason}")
     statistics = DispatchStatistics(jnp.sum(chosen, 0, dtype=jnp.int32), dropped)
     return _dispatched(rows, sizes, padded, row_weights, handle, statistics, params.options)
 
 
+def _in_bytes(values: jax.Array, scale: jax.Array) -> jax.Array:
+    """uint8 [T, ...]: each row of values [T, H] of 8 bits, and behind it its scales [T, s]."""
+    parts = (lax.bitcast_convert_type(a, jnp.uint8) for a in (values, scale))
+    return jnp.concatenate([part.reshape(values.shape[0], -1) for part in parts], axis=1)
+
+
+def _of_bytes(rows: jax.Array, x: jax.Array) -> Scaled:
+    """What these bytes are, of values as x."""
+    columns = x.shape[1]
+    scale = rows[:, columns:].reshape(rows.shape[0], -1, 4)
+    return Scaled(
+        lax.bitcast_convert_type(rows[:, :columns], x.dtype),
+        lax.bitcast_convert_type(scale, np.float32),
+    )
+
+
 def _dispatched(
-    rows: jax.Array,
+    rows: Operand,
     sizes: jax.Array,
     padded: jax.Array,
     row_weights: jax.Array,
@@ -218,7 +261,7 @@ def _dispatched(
     """The result of a dispatch, with rows in the layout that the options name."""
     if options.layout == "masked":
         experts = sizes.shape[0]
-        rows = rows.reshape(experts, rows.shape[0] // experts, rows.shape[1])
+        rows = jax.tree.map(lambda a: a.reshape(experts, -1, a.shape[1]), rows)
         row_weights = row_weights.reshape(rows.shape[:2])
     return Dispatched(rows, sizes, padded, row_weights, handle, statistics)
 
@@ -234,13 +277,14 @@ def _kernel_params(indices: Any, params: _Params) -> _dispatch_primitives.Params
         capacity=-1 if options.capacity is None else int(options.capacity),
         alignment=int(options.alignment),
         stride=rows // experts if options.layout == "masked" else 0,
+        fill=options.rest == "zeros",
     )  # fmt: skip
 
 
 def _by_kernel(arrays: Sequence[jax.Array], params: _Params, plan: Plan) -> Dispatched:
     """A dispatch in one kernel. The statistics are computed beside it, and XLA removes those that
     the program does not read."""
-    (x, indices, weights), options, axis_name = arrays, params.options, params.axis_name
+    (x, indices, weights, *scale), options, axis_name = arrays, params.options, params.axis_name
     slots, wrong, by_expert = _destinations.choices_of(indices, params.num_experts)
     chosen = all_gather(by_expert.counts, axis_name=axis_name)
     kept = slots
@@ -254,7 +298,7 @@ def _by_kernel(arrays: Sequence[jax.Array], params: _Params, plan: Plan) -> Disp
     weights = weights.astype(sum_dtype(x.dtype))
     of_kernel = _kernel_params(indices, params)
     rows, row_weights, sizes, handle = _dispatch_primitives.dispatched(
-        of_kernel, x, indices, weights
+        of_kernel, x, indices, weights, *scale
     )
     padded = -(-sizes // options.alignment) * options.alignment
     if options.layout == "masked":
@@ -263,11 +307,26 @@ def _by_kernel(arrays: Sequence[jax.Array], params: _Params, plan: Plan) -> Disp
     return _dispatched(rows, sizes, padded, row_weights, handle, statistics, options)
 
 
+def why_no_kernel(
+    x: jax.ShapeDtypeStruct,
+    k: int,
+    *,
+    num_experts: int,
+    capacity: int | None,
+    axis_name: AxisName,
+) -> str | None:
+    """Why a dispatch with partial sums, of such tokens with k experts each, is not one kernel."""
+    indices = jax.ShapeDtypeStruct((x.shape[0], k), np.int32)
+    options = _destinations.Options("drop", capacity, partial_sums=True)
+    of_kernel = _kernel_params(indices, _Params(num_experts, options, axis_name))
+    return _dispatch_primitives.why_not(x, indices, of_kernel)
+
+
 def _takes_kernel(call: Call, machine: Machine) -> Plan | WhyNot | None:
     if not call.params.options.partial_sums:
         return None
-    x, indices, _ = call.arrays
-    why = _dispatch_primitives.why_not(x, indices, _kernel_params(indices, call.params))
+    x, indices, _, *scale = call.arrays
+    why = _dispatch_primitives.why_not(x, indices, _kernel_params(indices, call.params), *scale)
     return WhyNot(why) if why else plans.decomposed("a kernel for the dispatch, and one to combine")
 
 
@@ -381,10 +440,20 @@ def moe_combine(
 
 
 def _checked(
-    x: Any, indices: Any, weights: Any, num_experts: int, world: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x: Any, indices: Any, weights: Any, num_experts: int, world: int, quantize: Format | None
+) -> tuple[Operand, jax.Array, jax.Array]:
     op = "jflux.moe_dispatch"
-    x, indices = check_tokens(op, x, indices, num_experts, world)
+    x = _scaled.of("moe_dispatch", "x", x)
+    if quantize is not None:
+        _check_quantize(op, x, quantize)
+        x = quantize.quantize(jnp.asarray(x))
+    if isinstance(x, Scaled):
+        (x,) = _scaled.constants(x)
+        values, indices = check_tokens(op, x.values, indices, num_experts, world, scaled=True)
+        scale = _scaled.over_elements(x.scale, 0, values.shape[0])
+        x = Scaled(values, jnp.broadcast_to(scale, (values.shape[0], scale.shape[1])))
+    else:
+        x, indices = check_tokens(op, x, indices, num_experts, world)
     weights = jnp.asarray(weights)
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         raise TypeError(f"{op}: topk_weights must be floating, got {weights.dtype}")
@@ -393,6 +462,13 @@ def _checked(
             f"{op}: topk_weights must have topk_indices' shape {indices.shape}, got {weights.shape}"
         )
     return x, indices, weights
+
+
+def _check_quantize(op: str, x: Any, quantize: Any) -> None:
+    if not isinstance(quantize, Format):
+        raise TypeError(f"{op}: quantize must be a jflux.Format or None, got {quantize!r}")
+    if isinstance(x, Scaled):
+        raise TypeError(f"{op}: x is a jflux.Scaled already, and the call has {quantize=}")
 
 
 def _check_options(capacity: Any, alignment: Any, layout: str, on_overflow: str) -> None:

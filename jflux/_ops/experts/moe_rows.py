@@ -5,7 +5,7 @@ Three functions are the derivatives of one sum, over the slots (t, j) that have 
     S(y, w, g) = sum  w[t, j] <y[r], g[t]>        y [R, H]  w [T, k]  g [T, H]
 
     combine(y, w)  = dS/dg    g[t] = sum over j of w[t, j] y[r]
-    spread(g, w)   = dS/dy    y[r] = w[t, j] g[t], and zeros where no slot has the row
+    spread(g, w)   = dS/dy    y[r] = w[t, j] g[t], and zeros, or anything, where no slot has the row
     dots(y, g)     = dS/dw    w[t, j] = <y[r], g[t]>
 
 Each is linear in both operands, and the transposes of each are the other two: one primitive, of
@@ -40,22 +40,32 @@ _FORMS = tuple(_OPERANDS)  # in the order of MoeRowsForm
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """Which derivative of the sum, and its type."""
+    """Which derivative of the sum, and its type. `fill`: whether y has zeros in rows that no slot
+    has, where it is the result, or that of a transpose; else anything."""
 
     result: str
     dtype: np.dtype
+    fill: bool = True
 
 
 def combine(
-    y: jax.Array, w: jax.Array, source: jax.Array, destination: jax.Array, dtype: Any = None
+    y: jax.Array,
+    w: jax.Array,
+    source: jax.Array,
+    destination: jax.Array,
+    dtype: Any = None,
+    *,
+    fill: bool = True,
 ) -> jax.Array:
     """The weighted sum of each token's rows, in the order of j: [T, H], of y's type or `dtype`."""
-    return _bind(Params("g", np.dtype(dtype or y.dtype)), y, w, source, destination)
+    return _bind(Params("g", np.dtype(dtype or y.dtype), fill), y, w, source, destination)
 
 
-def spread(g: jax.Array, w: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
+def spread(
+    g: jax.Array, w: jax.Array, source: jax.Array, destination: jax.Array, *, fill: bool = True
+) -> jax.Array:
     """Weighted copies of tokens in the order of experts: [R, H], of g's type."""
-    return _bind(Params("y", g.dtype), g, w, source, destination)
+    return _bind(Params("y", g.dtype, fill), g, w, source, destination)
 
 
 def dots(y: jax.Array, g: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
@@ -76,7 +86,9 @@ def _reference(arrays: Arrays, params: Params) -> list[jax.Array]:
         g, w = a, b
         slot = jnp.maximum(source, 0)
         rows = w.reshape(-1)[slot].astype(wide)[:, None] * g[slot // k].astype(wide)
-        return [jnp.where((source >= 0)[:, None], rows, 0).astype(params.dtype)]
+        # Where anything may be, NaN shows who reads it.
+        rest = 0 if params.fill else np.nan
+        return [jnp.where((source >= 0)[:, None], rows, rest).astype(params.dtype)]
     y, row = a, jnp.maximum(destination, 0)
 
     def of_slot(j: int) -> jax.Array:
@@ -136,16 +148,17 @@ _primitive = make_primitive(
                 OP,
                 why_not=_why_not,
                 attributes=lambda arrays, params, plan: {
-                    "form": np.int64(_FORMS.index(params.result))
+                    "fill": params.fill,
+                    "form": np.int64(_FORMS.index(params.result)),
                 },
-                # Right, and slower than XLA in a dispatch (docs/experiments/0038).
-                checked_on_gpus=False,
+                checked_on_gpus=True,
                 on_cpus=False,
                 is_optional=True,
             ),
         ),
         batch=_batch,
         is_local=True,
+        checked=lambda params: 0 if params.result == "y" and not params.fill else None,
     )
 )
 
@@ -171,7 +184,8 @@ def _transpose(cotangents: Any, *operands: Any, params: Params) -> Any:
     given = {params.result: cotangent, names[1 - at]: (a, b)[1 - at]}
     wanted = names[at]
     pair = (given[name] for name in _OPERANDS[wanted])
-    (found,) = _primitive.bind(*pair, *places, params=Params(wanted, (a, b)[at].aval.dtype))
+    found_as = Params(wanted, (a, b)[at].aval.dtype, params.fill)
+    (found,) = _primitive.bind(*pair, *places, params=found_as)
     return [found if i == at else None for i in range(4)]
 
 

@@ -145,7 +145,7 @@ def count(topk_indices: jax.Array, num_experts: int) -> jax.Array:
     return route(jnp.where(known, indices, -1), num_experts).counts
 
 
-def permute(x: jax.Array, routing: Routing) -> jax.Array:
+def permute(x: jax.Array, routing: Routing, *, rest: str = "zeros") -> jax.Array:
     """A copy of its token's row for each slot, in the order of experts.
 
     Differentiable, any number of times and in both modes: dx is the float32 sum of the copies'
@@ -154,20 +154,29 @@ def permute(x: jax.Array, routing: Routing) -> jax.Array:
     Args:
       x: [T, H].
       routing: of T tokens.
+      rest: what rows past ``routing.offsets[-1]`` hold: "zeros", or "undefined", where nothing
+        reads them, as in :func:`jflux.grouped_matmul`.
 
     Returns:
-      [T k, H]; rows past ``routing.offsets[-1]`` are zeros.
+      [T k, H].
 
     Raises:
       ValueError: x that is not [T, H], when it is traced.
     """
+    fill = local_ops.is_filled("moe.permute", rest)
     destination = routing.destination
     _check_rows("moe.permute", "x", x, destination.shape[0], "T", destination)
     ones = jnp.ones(destination.shape, jnp.float32)
-    return moe_rows.spread(x, ones, routing.source, destination)
+    return moe_rows.spread(x, ones, routing.source, destination, fill=fill)
 
 
-def unpermute(y: jax.Array, routing: Routing, weights: jax.Array | None = None) -> jax.Array:
+def unpermute(
+    y: jax.Array,
+    routing: Routing,
+    weights: jax.Array | None = None,
+    *,
+    rest: str = "zeros",
+) -> jax.Array:
     """The weighted sum of each token's rows, in the order of j, in float32 (float64 for float64).
 
     Differentiable, any number of times and in both modes. dy is :func:`permute` with the weights,
@@ -178,6 +187,7 @@ def unpermute(y: jax.Array, routing: Routing, weights: jax.Array | None = None) 
       routing: of T tokens.
       weights: [T, k], of any floating type; None: ones. The weight of a slot without a row does
         not count, and has gradient zero.
+      rest: what rows of dy past ``routing.offsets[-1]`` hold, as :func:`permute` has it.
 
     Returns:
       [T, H], of y's type.
@@ -185,6 +195,7 @@ def unpermute(y: jax.Array, routing: Routing, weights: jax.Array | None = None) 
     Raises:
       ValueError: y or weights that do not fit, when it is traced.
     """
+    fill = local_ops.is_filled("moe.unpermute", rest)
     destination = routing.destination
     _check_rows("moe.unpermute", "y", y, destination.size, "T k", destination)
     if weights is None:
@@ -195,7 +206,7 @@ def unpermute(y: jax.Array, routing: Routing, weights: jax.Array | None = None) 
             f"{destination.shape}"
         )
     weights = weights.astype(sum_dtype(y.dtype))
-    return moe_rows.combine(y, weights, routing.source, destination)
+    return moe_rows.combine(y, weights, routing.source, destination, fill=fill)
 
 
 def _check_rows(op: str, name: str, a: Any, rows: int, what: str, destination: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,10 +22,11 @@ from ._product import PRODUCT
 
 @dataclasses.dataclass(frozen=True)
 class _Params:
-    """The products of a call, less their operands: x, each w, and a list of the sizes and of the
-    quantised copies (forward, backward) of each w.
+    """The products of a call, less their operands: x, each w, and a list of the sizes, of the
+    quantised copies (forward, backward) of each w, and of what has `Moved` x, or None.
 
     Attributes:
+      fill: as in `_grouped_primitives.Params`.
       reference: in plain `lax`.
     """
 
@@ -33,7 +34,20 @@ class _Params:
     weights: int
     transpose_rhs: bool
     out: np.dtype
+    fill: bool
     reference: bool
+
+
+class Moved(NamedTuple):
+    """Rows of x that other ranks sent, quantised.
+
+    Attributes:
+      rows: [M, K].
+      handle: of the dispatch; its `combine` brings the gradients of the rows back.
+    """
+
+    rows: Scaled
+    handle: Any
 
 
 def products(
@@ -41,21 +55,22 @@ def products(
     ws: Sequence[jax.Array | QuantizedWeight],
     sizes: jax.Array,
     recipe: Recipe,
-    transpose_rhs: bool,
-    out: np.dtype,
+    of: _grouped_primitives.Params,
     reference: bool = False,
+    moved: Moved | None = None,
 ) -> Sequence[jax.Array]:
-    """That of each w, of operands that were checked."""
-    params = _Params(recipe, len(ws), transpose_rhs, out, reference)
+    """That of each w, of operands that were checked. `of`: the call without a recipe. With `moved`,
+    of its rows in place of x, of which nothing but the gradient is needed."""
+    params = _Params(recipe, len(ws), of.transpose_rhs, of.out_dtype, of.fill, reference)
     copies = [
         (one.forward, one.backward) if isinstance(one, QuantizedWeight) else None for one in ws
     ]
     arrays = [one.w if isinstance(one, QuantizedWeight) else one for one in ws]
-    return _products(params, x, *arrays, lax.stop_gradient([sizes, copies]))
+    return _products(params, x, *arrays, lax.stop_gradient([sizes, copies, moved]))
 
 
 def _split(operands: Sequence[Any], params: _Params) -> tuple[Any, Sequence[Any], Any]:
-    """(x, ws, [sizes, copies])."""
+    """(x, ws, [sizes, copies, moved])."""
     return operands[0], operands[1 : 1 + params.weights], operands[-1]
 
 
@@ -86,7 +101,7 @@ def _sum_of_products(
 def _multiply(
     x: Scaled, w: Scaled, sizes: jax.Array, out: np.dtype, precision: Any, params: _Params
 ) -> jax.Array:
-    call = _grouped_primitives.Params(True, out)
+    call = _grouped_primitives.Params(True, out, fill=params.fill)
     has_blocks = max(x.scale.shape[-1], w.scale.shape[-1]) > 1
     if _scaled.is_highest(precision) and not has_blocks:
         # Tensor cores keep fewer bits of sums of 8-bit floats. bfloat16 holds values times powers
@@ -101,7 +116,7 @@ def _multiply(
 
 def _made(operands: Sequence[Any], params: _Params) -> tuple[Sequence[jax.Array], Any]:
     """(the products, what is kept)."""
-    x, ws, (sizes, copies) = _split(operands, params)
+    x, ws, (sizes, copies, moved) = _split(operands, params)
     recipe, forward, for_dx = params.recipe, [], []
     for w, copy in zip(ws, copies, strict=True):
         # As `_by_recipe` keeps them.
@@ -110,11 +125,11 @@ def _made(operands: Sequence[Any], params: _Params) -> tuple[Sequence[jax.Array]
         forward.append(
             _by_recipe.quantized_copy(w, turned, recipe, None) if copy is None else copy[0]
         )
-    kept = _quantized(x, recipe.x, sizes)
+    kept = _quantized(x, recipe.x, sizes) if moved is None else moved.rows
     ys = [
         _sum_of_products([kept], [w], sizes, params.out, recipe.precision, params) for w in forward
     ]
-    return ys, (kept, for_dx, sizes)
+    return ys, (kept, for_dx, sizes, None if moved is None else moved.handle)
 
 
 def _forward(call: Any, operands: Sequence[Any], params: _Params) -> tuple[Sequence[Any], Any]:
@@ -133,7 +148,7 @@ def _tangents(kept: Any, tangents: Sequence[Any], params: _Params) -> Any:
 def _backward(
     kept: Any, cotangents: Sequence[Any], wanted: Sequence[Any], params: _Params
 ) -> list[Any]:
-    (x, ws, sizes), recipe = kept, params.recipe
+    (x, ws, sizes, handle), recipe = kept, params.recipe
     x_type, w_types, _ = _split(wanted, params)
     dx, dws = None, [None] * params.weights
     given = [i for i, dy in enumerate(cotangents) if dy is not None]
@@ -147,6 +162,7 @@ def _backward(
         ]
         out = np.dtype(x_type.dtype)
         dx = _sum_of_products(quantized, copies, sizes, out, recipe.gradient_precision, params)
+        dx = dx if handle is None else handle.combine(dx, None, out).astype(out)
     for i in given:
         if w_types[i] is not None:
             dws[i] = _weight_gradient(x, cotangents[i], sizes, w_types[i].dtype, params)

@@ -30,7 +30,7 @@ from ..._call.primitives import make_primitive
 from .. import _epilogue, _lax
 from .._epilogue import Epilogue
 from .._scaled import Scales
-from . import _product, _product_plan
+from . import _activation_gradient, _product, _product_plan
 from .all_gather_matmul import ACTIVATED, PREACTIVATION
 
 OP, DW = "grouped_matmul", "grouped_matmul_dw"
@@ -47,6 +47,7 @@ class Params:
       scaled: there is a row_scale.
       sums: also return the products that the activation is applied to, in y's type.
       terms: y is the sum of so many products, each of an x and a weight of its own; at most two.
+      fill: rows of no group are zeros, in y, in the sums and in the gradient of x; else anything.
     """
 
     transpose_rhs: bool
@@ -56,6 +57,7 @@ class Params:
     scaled: bool = False
     sums: bool = False
     terms: int = 1
+    fill: bool = True
 
     @property
     def weights(self) -> int:
@@ -67,7 +69,8 @@ class Params:
 
     def product(self, out: Any = None, *, scaled: bool = False) -> Params:
         """The product with one weight alone."""
-        return Params(self.transpose_rhs, np.dtype(out or self.out_dtype), scaled=scaled)
+        out = np.dtype(out or self.out_dtype)
+        return Params(self.transpose_rhs, out, scaled=scaled, fill=self.fill)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +216,7 @@ def why_one_class(call: Mapping[str, int], most_spans: int) -> str:
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     return {
         "activation": np.int64(_native.number_of(params.activation, _native.ACTIVATIONS)),
+        "fill": params.fill,
         "gated": params.gated,
         "scaled": params.scaled,
         "sums": params.sums,
@@ -304,7 +308,7 @@ grouped_matmul = make_primitive(
         batch=_batch,
         flops=_flops,
         is_local=True,
-        values=1,
+        checked=lambda params: 1 if params.fill else 0,
     )
 )
 grouped_matmul_dw = make_primitive(
@@ -385,7 +389,10 @@ def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
         functools.partial(_finish, epilogue=params.epilogue, out=params.out_dtype),
         prevent_cse=False,
     )
-    if scale is None or _is_zero(dscale):
+    if scale is None:
+        of_activation = _activation_gradient.Params(params.activation, params.gated)
+        dy = _activation_gradient.tangent(sums, dsums, y, sizes, of_activation)
+    elif _is_zero(dscale):
         _, dy = jax.jvp(lambda sums: finish(sums, scale), (sums,), (dsums,))
     else:
         _, dy = jax.jvp(finish, (sums, scale), (dsums, dscale))
@@ -410,7 +417,8 @@ def _sums_backward(
     x, ws, sizes = kept
     dx, given = None, [i for i, dy in enumerate(cotangents) if dy is not None]
     if wanted[0] is not None and given:
-        back = Params(not params.transpose_rhs, np.dtype(wanted[0].dtype), terms=len(given))
+        out = np.dtype(wanted[0].dtype)
+        back = Params(not params.transpose_rhs, out, terms=len(given), fill=params.fill)
         dys = [cotangents[i].astype(x.dtype) for i in given]
         (dx,) = grouped_matmul.bind(*dys, *(ws[i] for i in given), sizes, params=back)
     dws = [

@@ -18,7 +18,14 @@ from .._epilogue import ACTIVATED, PREACTIVATION
 from .._lax import several
 from .._recipe import DelayedScaling, Format, QuantizedWeight, Recipe, Weight
 from .._scaled import Operand, Scaled
-from . import _grouped_by_recipe, _grouped_primitives, _grouped_scaled, _product
+from . import (
+    _activation_gradient,
+    _grouped_by_recipe,
+    _grouped_primitives,
+    _grouped_scaled,
+    _product,
+)
+from ._grouped_by_recipe import Moved
 from ._grouped_primitives import Params
 from ._product import PRODUCT
 
@@ -37,6 +44,7 @@ def grouped_matmul(
     row_scale: jax.Array | None = None,
     recipe: Recipe | None = None,
     quantize: Format | None = None,
+    rest: str = "zeros",
 ) -> Any:
     """``x[r] @ w[e]`` for each row r of group e: the product of a mixture's experts.
 
@@ -45,8 +53,9 @@ def grouped_matmul(
         x [M, K]   w [E, K, N]   group_sizes i32 [E]   ->   y [M, N]
 
     means what `jax.lax.ragged_dot` means, and rows past the sum of the sizes are zeros, in y and in
-    the gradient of x, whatever x and dy have there. The sizes stay on the device. It computes on
-    one device: there is no axis, and inside `jax.shard_map` each rank has its own call.
+    the gradient of x, whatever x and dy have there; or anything, with ``rest="undefined"``. The
+    sizes stay on the device. It computes on one device: there is no axis, and inside
+    `jax.shard_map` each rank has its own call.
 
     With an activation, y is ``activation(x[r] @ w[e])``; with ``gated`` and w = (gate, up),
     ``activation(x[r] @ gate[e]) * (x[r] @ up[e])`` (GLU variants, arXiv 2002.05202). With
@@ -86,6 +95,9 @@ def grouped_matmul(
         `Recipe.quantize_weight`. dw is made in bfloat16 (as by a recipe with ``dw=None``), and so
         is dx where `gradient_precision` asks for more than a kernel's sums of 8 bits have.
       quantize: as in :func:`jflux.all_gather_matmul`.
+      rest: what rows past the sum of the sizes hold, in y and in the gradient of x: "zeros", or
+        "undefined", where nothing reads them: kernels do not write them then. Expert parallelism
+        has many, since a rank has room for all tokens that may come.
 
     Returns:
       y [M, N]. Under ``check_vma=True`` it varies over every axis that an operand varies over.
@@ -103,20 +115,21 @@ def grouped_matmul(
       >>> jflux.grouped_matmul(x, w, jnp.array([3, 1, 2])).ravel().tolist()
       [2.0, 2.0, 2.0, 4.0, 6.0, 6.0]
     """
-    recipe = _recipe_of(recipe, x, w, transpose_rhs)
+    recipe = recipe_of(recipe, x, w, transpose_rhs)
     _recipe.check_quantize(OP, quantize, preferred_element_type)
     x, w = _scaled.of_product(OP, x, w)
     ws: Sequence[Any] = several(w)
     if quantize is not None:
         preferred_element_type = jnp.float32
     params, scales = _params_of(
-        x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated, row_scale
-    )
+        x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated, row_scale,
+        rest,
+    )  # fmt: skip
     is_empty = 0 in (*x.shape, *ws[0].shape)
     if quantize is not None and (is_empty or not isinstance(x, Scaled) or quantize.block[0] != 1):
         y = grouped_matmul(
             x, w, group_sizes, transpose_rhs=transpose_rhs, preferred_element_type=jnp.float32,
-            activation=activation, gated=gated, row_scale=row_scale, recipe=recipe,
+            activation=activation, gated=gated, row_scale=row_scale, recipe=recipe, rest=rest,
         )  # fmt: skip
         return quantize.quantize(y)
     n, out = ws[0].shape[1 if transpose_rhs else 2], params.out_dtype
@@ -133,6 +146,24 @@ def grouped_matmul(
     return y
 
 
+def of_dispatched(
+    x: jax.Array,
+    w: Weight | Sequence[Weight],
+    group_sizes: jax.Array,
+    moved: Moved,
+    recipe: Recipe,
+    *,
+    activation: str,
+    gated: bool,
+    rest: str,
+) -> jax.Array:
+    """:func:`grouped_matmul` by a recipe, of rows of x [T, K] that were dispatched in 8 bits. The
+    gradient of x goes the way back."""
+    ws: Sequence[Any] = several(w)
+    params, _ = _params_of(x, ws, group_sizes, False, None, activation, gated, None, rest)
+    return _by_recipe(x, ws, group_sizes, (), recipe, params, moved=moved)
+
+
 def reference(
     x: Operand,
     w: Weight | Sequence[Weight],
@@ -145,22 +176,24 @@ def reference(
     row_scale: jax.Array | None = None,
     recipe: Recipe | None = None,
     quantize: Format | None = None,
+    rest: str = "zeros",
 ) -> Any:
     """:func:`jflux.grouped_matmul` in plain `lax`: `jax.lax.ragged_dot`, zeros past the sum of the
     sizes, and what follows."""
-    recipe = _recipe_of(recipe, x, w, transpose_rhs)
+    recipe = recipe_of(recipe, x, w, transpose_rhs)
     _recipe.check_quantize(OP, quantize, preferred_element_type)
     if quantize is not None:
         y = reference(
             x, w, group_sizes, transpose_rhs=transpose_rhs, preferred_element_type=jnp.float32,
-            activation=activation, gated=gated, row_scale=row_scale, recipe=recipe,
+            activation=activation, gated=gated, row_scale=row_scale, recipe=recipe, rest=rest,
         )  # fmt: skip
         return quantize.quantize(y)
     x, w = _scaled.of_product(OP, x, w)
     ws: Sequence[Any] = several(w)
     params, scales = _params_of(
-        x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated, row_scale
-    )
+        x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated, row_scale,
+        rest,
+    )  # fmt: skip
     if recipe is not None:
         return _by_recipe(x, ws, group_sizes, scales, recipe, params, reference=True)
     if isinstance(x, Scaled):
@@ -168,7 +201,8 @@ def reference(
     return _grouped_primitives.reference((x, *ws, group_sizes, *scales), params)[0]
 
 
-def _recipe_of(recipe: Any, x: Any, w: Any, transpose_rhs: bool) -> Recipe | None:
+def recipe_of(recipe: Any, x: Any, w: Any, transpose_rhs: bool) -> Recipe | None:
+    """The recipe of a call, or None; raises for operands that it is not for."""
     found = _recipe.of_call(OP, recipe, x, w, transpose_rhs)
     if isinstance(found, DelayedScaling):
         raise TypeError(f"jflux.{OP} takes no scales of earlier steps (jflux.DelayedScaling)")
@@ -183,14 +217,17 @@ def _by_recipe(
     recipe: Recipe,
     params: Params,
     reference: bool = False,
+    moved: Moved | None = None,
 ) -> jax.Array:
     """y. What follows the products is differentiated by JAX, which keeps them alone."""
-    sums = _grouped_by_recipe.products(
-        x, ws, sizes, recipe, params.transpose_rhs, params.out_dtype, reference
-    )
+    sums = _grouped_by_recipe.products(x, ws, sizes, recipe, params, reference, moved)
     if params.activation is None and not row_scale:
         return sums[0]
     name = PRODUCT if params.activation is None else PREACTIVATION
+    if params.activation is not None and not row_scale and not reference:
+        call = _activation_gradient.Params(params.activation, params.gated)
+        named = [checkpoint_name(s, name) for s in sums]
+        return checkpoint_name(_activation_gradient.activated(named, sizes, call), ACTIVATED)
     scales = [_grouped_primitives._masked(scale, sizes) for scale in row_scale]
 
     def finish(sums: Sequence[jax.Array], scales: Sequence[jax.Array]) -> jax.Array:
@@ -210,6 +247,7 @@ def _params_of(
     activation: str | None,
     gated: bool,
     row_scale: Any,
+    rest: str,
 ) -> tuple[Params, Sequence[jax.Array]]:
     """(a call's parameters, its row_scale if there is one); raises for operands that do not fit."""
     if isinstance(x, Scaled):
@@ -222,7 +260,8 @@ def _params_of(
         out = check(x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated)
     _check_scale(x, row_scale)
     scales = () if row_scale is None else (row_scale.astype(jnp.float32),)
-    return Params(transpose_rhs, out, activation, gated, row_scale is not None), scales
+    fill = local_ops.is_filled(OP, rest)
+    return Params(transpose_rhs, out, activation, gated, row_scale is not None, fill=fill), scales
 
 
 def check(

@@ -73,9 +73,11 @@ struct Case {
 void Check(const Case& c, const std::string& ops) {
   uint32_t seed = 1;
   for (int world : simt::kWorlds) {
-    const auto p = MoeParamsFor(world, c.tokens, c.slots, c.experts, c.vectors, c.capacity,
-                                c.alignment, c.masked, c.parts);
+    auto p = MoeParamsFor(world, c.tokens, c.slots, c.experts, c.vectors, c.capacity, c.alignment,
+                          c.masked, c.parts);
     for (int schedule = 0; schedule < simt::Schedules(2); ++schedule, ++seed) {
+      p.fill = seed % 3 != 0;
+      p.scale_vectors = seed % 2 != 0 ? c.vectors / 3 : 0;
       EXPECT_EQ(Run(p, c.sms, ops, {0, seed % 2 == 0 ? 50u : 0u}, seed), 0)
           << "ops " << ops << " world " << world << " tokens " << c.tokens << " slots " << c.slots
           << " seed " << seed;

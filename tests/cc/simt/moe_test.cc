@@ -1,5 +1,6 @@
 // The kernels of moe_route and moe_rows in the simulator. moe_route's are a cluster that reads each
 // other's shared memory.
+#include <cmath>
 #include <random>
 #include <string>
 #include <vector>
@@ -43,9 +44,9 @@ TEST(RouteEqualsTheCpuBody) {
 }
 
 template <typename T>
-void CheckRows(uint32_t seed) {
+void CheckRows(uint32_t seed, int64_t slots) {
   std::mt19937 random(seed);
-  const int64_t rows = 90, tokens = 37, slots = 3, columns = 40;
+  const int64_t rows = 90, tokens = 37, columns = 40;
   auto y = RandomArray<T>(random, rows * columns), g = RandomArray<T>(random, tokens * columns);
   auto w = RandomArray<float>(random, tokens * slots);
   std::vector<int32_t> source(rows, -1), destination(tokens * slots, -1);
@@ -55,9 +56,9 @@ void CheckRows(uint32_t seed) {
     source[row] = static_cast<int32_t>(s);
     destination[s] = row;
   }
-  const auto run = [&](MoeRowsForm form, DType out_dtype, void* out) {
+  const auto run = [&](MoeRowsForm form, DType out_dtype, void* out, bool fill = true) {
     std::string error;
-    const MoeRowsParams p{form, rows, tokens, slots, columns, simt::kDTypeOf<T>, out_dtype};
+    const MoeRowsParams p{form, rows, tokens, slots, columns, simt::kDTypeOf<T>, out_dtype, fill};
     const MoeRowsArrays arrays{y.get(), g.get(), w.get(), source.data(), destination.data(), out};
     EXPECT(LaunchMoeRows(p, arrays, nullptr, &error)) << error;
     const std::string failure = simt::Run(seed);
@@ -85,6 +86,14 @@ void CheckRows(uint32_t seed) {
                          return simt::Sum(s < 0 ? 0 : w[s] * g[s / slots * columns + i % columns]);
                        }),
       0);
+  Array<T> touched(rows * columns);  // without zeros: NaN stays
+  run(MoeRowsForm::kSpread, simt::kDTypeOf<T>, touched.get(), /*fill=*/false);
+  int64_t wrong = 0;
+  for (int64_t i = 0; i < rows * columns; ++i) {
+    const bool is_there = source[i / columns] >= 0;
+    wrong += is_there ? touched[i] != spread[i] : !std::isnan(touched[i]);
+  }
+  EXPECT_EQ(wrong, 0);
   Array<float> dots(tokens * slots);
   run(MoeRowsForm::kDots, DType::kF32, dots.get());
   EXPECT_EQ(
@@ -100,9 +109,9 @@ void CheckRows(uint32_t seed) {
 }
 
 TEST(RowsEqualTheirDefinition) {
-  CheckRows<__half>(1);
-  CheckRows<__nv_bfloat16>(2);
-  CheckRows<float>(3);
+  CheckRows<__half>(1, 3);
+  CheckRows<__nv_bfloat16>(2, 19);  // three batches of slots
+  CheckRows<float>(3, 8);
 }
 
 }  // namespace

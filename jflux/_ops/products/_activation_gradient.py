@@ -1,0 +1,159 @@
+"""What follows the products of groups, with derivatives: backward, a primitive of its own that
+touches no row without a group. Kernel: cc/ops/activation_gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad
+
+from ... import _native
+from ..._call import derivatives, local_ops
+from ..._call.forms import Op, ShapeDtype
+from ..._call.plans import Arrays, Plan
+from ..._call.primitives import make_primitive
+from .. import _epilogue
+from .._epilogue import Epilogue
+from . import _product
+
+OP = "activation_gradient"
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A call, less its operands: dy, the sums, and the sizes of the groups."""
+
+    activation: str
+    gated: bool
+
+    @property
+    def epilogue(self) -> Epilogue:
+        return Epilogue((False,) * (1 + self.gated), self.activation, self.gated)
+
+
+def tangent(
+    sums: Sequence[jax.Array],
+    dsums: Sequence[jax.Array | None],
+    y: jax.Array,
+    sizes: jax.Array,
+    params: Params,
+) -> jax.Array:
+    """That of y, the activated sums, from those of the sums (None: zero). Transposed, it gives the
+    gradients of the sums, which may be anything in rows of no group."""
+    (dy,) = derivatives.tangents_of(_DERIVATIVES, [y], [*sums, sizes], [*dsums, None], params)
+    return dy
+
+
+def activated(sums: Sequence[jax.Array], sizes: jax.Array, params: Params) -> jax.Array:
+    """y, in the type of the sums, of which nothing else is kept for the backward pass."""
+    (y,) = _activated(params, *sums, sizes)
+    return y
+
+
+def _of_sums(params: Params, *operands: Any) -> Sequence[jax.Array]:
+    *sums, _ = operands
+    return _epilogue.apply(params.epilogue, sums, (), sums[0].dtype)[0]
+
+
+def _tangents(
+    kept: Sequence[Any], tangents: Sequence[jax.Array | None], params: Params
+) -> Sequence[jax.Array]:
+    *sums, _ = kept
+    pairs = zip(sums, tangents, strict=False)
+    moving = [jnp.zeros_like(s) if d is None else d for s, d in pairs]
+    return _epilogue.tangents(params.epilogue, sums, moving)
+
+
+def _gradients(
+    kept: Sequence[Any], cotangents: Sequence[Any], wanted: Sequence[Any], params: Params
+) -> Sequence[Any]:
+    (dy,) = cotangents
+    if dy is None:
+        return [None] * len(kept)
+    return [*_primitive.bind(dy, *kept, params=params), None]
+
+
+def _all(operands: Sequence[Any], params: Params) -> Sequence[Any]:
+    return operands
+
+
+_DERIVATIVES = derivatives.Derivatives(
+    forward=lambda operands, params: ([], operands),  # products give the results
+    tangents=_tangents,
+    backward=_gradients,
+    kept=_all,
+)
+_activated = derivatives.differentiated(
+    _of_sums, kept=_all, tangents=_tangents, backward=_gradients, axes=lambda params: None
+)
+
+
+# ---- The primitive -------------------------------------------------------------------------------
+
+
+def _reference(arrays: Arrays, params: Params) -> list[jax.Array]:
+    dy, *sums, _ = arrays
+    return _epilogue.gradient(params.epilogue, sums, [dy])
+
+
+def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
+    return [(s.shape, s.dtype) for s in arrays[1:-1]]
+
+
+def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
+    dy, *_, sizes = arrays
+    if why := _native.why_not_dtypes(OP, "cuda", dy.dtype):
+        return why
+    if dy.shape[1] * dy.dtype.itemsize % _native.VECTOR_BYTES:
+        return (
+            f"rows have {dy.shape[1]} {dy.dtype.name}, the kernel takes multiples of "
+            f"{_native.VECTOR_BYTES} bytes"
+        )
+    return "an operand is empty" if 0 in (*dy.shape, *sizes.shape) else None
+
+
+def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    number = _native.number_of(params.activation, _native.ACTIVATIONS)
+    return {"activation": np.int64(number), "gated": params.gated}
+
+
+_primitive = make_primitive(
+    Op(
+        name=OP,
+        result_shapes=_shapes,
+        reference=_reference,
+        forms=(
+            local_ops.kernel(
+                OP,
+                why_not=_why_not,
+                attributes=_attributes,
+                checked_on_gpus=True,
+                on_cpus=False,
+                is_optional=True,
+            ),
+        ),
+        batch=_product.bind_one_by_one,
+        is_local=True,
+        checked=lambda params: 0,  # rows of no group may be anything
+    )
+)
+
+
+def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
+    """As the reference has it."""
+    results = _primitive.bind(*primals, params=params)
+    if not any(derivatives.none_if_zero(t) is not None for t in tangents[:-1]):
+        return results, [local_ops.zero_of(r) for r in results]
+    *arrays, sizes = primals
+    _, moved = derivatives.jvp_of_moved(
+        lambda *arrays: _reference((*arrays, sizes), params), arrays, tangents[:-1]
+    )
+    return results, moved
+
+
+ad.primitive_jvps[_primitive] = _jvp
