@@ -8,8 +8,9 @@ rows in one group:
 
     J       jflux.grouped_matmul
     S       jax.lax.ragged_dot, where there is room for what XLA makes of it
+    X       the same with XLA's flag for grouped products (FLAGS), which is off by default
     G       as many rows in equal groups, as one batched product of XLA: what the chip can do
-    J f+b   J forward and backward (x's and w's gradients); S f+b likewise
+    J f+b   J forward and backward (x's and w's gradients); S f+b and X f+b likewise
     T, P    tokamax's and PyTorch's (bench/moe_peers.py), where they are asked for and installed
 
 `read` is the time in which a copy reads the weights of the groups with rows, at MEMORY bytes a
@@ -81,8 +82,11 @@ def sizes_of(case: Case, kind: str, seed: int) -> np.ndarray:
     return counts
 
 
-# They take up to 200 times as long as the others: timed on their own, in a few calls.
+# They take up to 200 times as long as the others: timed on their own, in a few calls. So are those
+# of FLAGS, which take as long where XLA has no grouped product.
 SLOW = frozenset({"S", "S f+b"})
+FLAGGED = frozenset({"X", "X f+b"})
+FLAGS = {"xla_gpu_experimental_use_ragged_dot_grouped_gemm": True}
 ROOM = 40e9  # bytes for ragged_bytes
 OWN = frozenset("JSG")  # those that must not fail
 SIZES = ("equal", "dirichlet", "half")
@@ -163,6 +167,7 @@ def contestants(
     if case.ragged_bytes < ROOM:
         found["S"] = lambda x, w: lax.ragged_dot(x, w, sizes)
         found["S f+b"] = both_ways(lax.ragged_dot)
+        found |= {"X": found["S"], "X f+b": found["S f+b"]}
     if case.rows % case.groups == 0:
         found["G"] = batched
     for peer in others:
@@ -183,12 +188,14 @@ def measure(
         raise RuntimeError(f"{case.name}, {kind}: an error of {error:.3g} times its bound")
     timings: dict[str, trials.Timing] = {}
     ops = contestants(case, counts, others)
-    for names, most in ((ops.keys() - SLOW, 200), (ops.keys() & SLOW, 2)):
+    fast = ops.keys() - SLOW - FLAGGED
+    for names, most in ((fast, 200), (ops.keys() & SLOW, 2), (ops.keys() & FLAGGED, 10)):
         iterations = min(most, trials.iterations_for(0.03, case.flops))
         runs = {}
         for name in sorted(names):
             try:
-                program = jax.jit(trials.loop(ops[name], iterations)).lower(x, w).compile()
+                lowered = jax.jit(trials.loop(ops[name], iterations)).lower(x, w)
+                program = lowered.compile(FLAGS if name in FLAGGED else None)
                 run = trials.run_of(program, x, w)
                 run()
             except Exception as e:  # a peer's kernels may refuse a shape, each in its own way
@@ -197,7 +204,7 @@ def measure(
                 print(f"{case.name}, {name}: {type(e).__name__}: {e}".splitlines()[0])
             else:
                 runs[name] = run
-        if not names <= SLOW:
+        if names == fast:
             runs |= _others(others, counts, case, iterations)
         if runs:
             timings |= trials.interleave(runs, iterations, min(most + 1, rounds))
@@ -226,7 +233,7 @@ def _others(
     return found
 
 
-COLUMNS = ("J", "S", "G", "J f+b", "S f+b", "T", "T f+b", "P")
+COLUMNS = ("J", "S", "X", "G", "J f+b", "S f+b", "X f+b", "T", "T f+b", "P")
 HEADING = " | ".join(
     (
         "shape",

@@ -218,7 +218,8 @@ SECTIONS: dict[str, Section] = {
         _of("Grouped products, bf16, milliseconds"),
         "moe",
         _always(
-            "J is `jflux.grouped_matmul`, S `lax.ragged_dot`, G one batched product of XLA with as "
+            "J is `jflux.grouped_matmul`, S `lax.ragged_dot`, X the same with XLA's flag for "
+            "grouped products, G one batched product of XLA with as "
             "many rows in equal groups, T tokamax's, P PyTorch's `grouped_mm`; `read` is the time "
             "in which a copy reads the weights (3.0 TB/s on H100, 4.3 on H200): what only reads "
             "may be a few per cent faster."

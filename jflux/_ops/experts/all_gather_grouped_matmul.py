@@ -30,7 +30,7 @@ from .. import _epilogue
 from .._epilogue import Epilogue
 from .._lax import several
 from ..collectives.exchange import all_gather, reduce_scatter
-from ..products import _grouped_primitives, _product
+from ..products import _activation_gradient, _grouped_primitives, _product
 from ..products import grouped_matmul as _grouped
 from ..products.all_gather_matmul import ACTIVATED, PREACTIVATION
 from . import grouped_matmul_reduce_scatter
@@ -368,9 +368,10 @@ def _backward(
     operands, sums = kept
     x, w_types, *_ = _unpack(wanted, params)
     dy, *own = cotangents
-    dsums = [dy] if params.activation is None else [None] * params.weights
+    dsums: list[Any] = [dy] if params.activation is None else [None] * params.weights
     if params.activation is not None and dy is not None:
-        dsums = list(_epilogue.gradient(params.epilogue, sums, [dy]))
+        of_activation = _activation_gradient.Params(params.activation, params.gated)
+        dsums = [*_activation_gradient.gradients(sums, dy, operands.routing.counts, of_activation)]
     dsums = [total(pair) for pair in zip(dsums, own or [None] * len(dsums), strict=True)]
     routing = operands.routing
     dx = None
@@ -385,14 +386,12 @@ def _backward(
         )  # fmt: skip
         dx = grouped_matmul_reduce_scatter.bind(d.astype(w.dtype), w, None, routing, back)
     elif x is not None and terms:
-        product = _grouped_primitives.Params(not params.transpose_rhs, np.dtype(x.dtype))
-        rows = [
-            _grouped_primitives.grouped_matmul.bind(
-                d.astype(w.dtype), w, routing.counts, params=product
-            )[0]
-            for d, w in terms
-        ]
-        summed = unpermute(total(rows), routing)
+        dys, ws = zip(*((d.astype(w.dtype), w) for d, w in terms), strict=True)
+        product = _grouped_primitives.Params(
+            not params.transpose_rhs, np.dtype(x.dtype), terms=len(terms), fill=False
+        )
+        (rows,) = _grouped_primitives.grouped_matmul.bind(*dys, *ws, routing.counts, params=product)
+        summed = unpermute(rows, routing)
         dx = reduce_scatter(summed, axis_name=params.axis_names, scatter_dimension=0, tiled=True)
     dws: list[Any] = [None] * params.weights
     if any(w is not None and d is not None for w, d in zip(w_types, dsums, strict=True)):

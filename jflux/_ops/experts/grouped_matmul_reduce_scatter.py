@@ -60,8 +60,8 @@ class Params:
 
     @property
     def product(self) -> _grouped_primitives.Params:
-        """The grouped product alone."""
-        return _grouped_primitives.Params(self.transpose_rhs, self.out_dtype)
+        """The grouped product alone, of whose rows the tokens' are read alone."""
+        return _grouped_primitives.Params(self.transpose_rhs, self.out_dtype, fill=False)
 
 
 class _Operands(NamedTuple):
@@ -345,7 +345,7 @@ def _backward(
             dweights = moe_rows.dots(y, gathered, operands.source, operands.destination)
         if h is not None or w is not None:
             spread = moe_rows.spread(
-                gathered, operands.weights, operands.source, operands.destination
+                gathered, operands.weights, operands.source, operands.destination, fill=False
             )
             dy = total([spread, dy])
     dh = dw = None

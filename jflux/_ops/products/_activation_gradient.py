@@ -55,6 +55,13 @@ def activated(sums: Sequence[jax.Array], sizes: jax.Array, params: Params) -> ja
     return y
 
 
+def gradients(
+    sums: Sequence[jax.Array], dy: jax.Array, sizes: jax.Array, params: Params
+) -> list[jax.Array]:
+    """Those of the sums, from that of y. Rows of no group may be anything."""
+    return list(_primitive.bind(dy.astype(sums[0].dtype), *sums, sizes, params=params))
+
+
 def _of_sums(params: Params, *operands: Any) -> Sequence[jax.Array]:
     *sums, _ = operands
     return _epilogue.apply(params.epilogue, sums, (), sums[0].dtype)[0]
@@ -75,7 +82,8 @@ def _gradients(
     (dy,) = cotangents
     if dy is None:
         return [None] * len(kept)
-    return [*_primitive.bind(dy, *kept, params=params), None]
+    *sums, sizes = kept
+    return [*gradients(sums, dy, sizes, params), None]
 
 
 def _all(operands: Sequence[Any], params: Params) -> Sequence[Any]:
