@@ -11,8 +11,8 @@
 namespace jflux {
 
 // Operands x_0[, x_1], w_0[, w_1], group_sizes[, row_scale], and of grouped_matmul_scaled x_scale,
-// w_scale_0
-// [, w_scale_1]. Results y[, sums_0[, sums_1]], or a y that is quantised, and its scale.
+// w_scale_0[, w_scale_1 with a gate]. Results y[, sums_0[, sums_1]], or a y that is quantised, and
+// its scale.
 struct GroupedAttributes {
   int64_t activation = 0;      // number of an Activation
   bool fill = true;            // rows of no group are zeros
@@ -47,11 +47,11 @@ inline std::optional<GroupedCall> GroupedCallOf(const GroupedAttributes& a,
                                                 Quantizing quantize = Quantizing::kNone) {
   const bool has_scales = scales != Scales::kNone, quantizes = quantize != Quantizing::kNone;
   const bool two_terms = a.terms == 2;
-  if (a.terms < 1 || a.terms > 2 || (two_terms && (a.gated || has_scales))) return std::nullopt;
+  if (a.terms < 1 || a.terms > 2 || (two_terms && a.gated)) return std::nullopt;
   const size_t weights = a.gated || two_terms ? 2 : 1, terms = two_terms ? 2 : 1;
   const size_t sums = a.gated ? 2 : 1;
   const size_t first_scale = terms + weights + 1 + (a.scaled ? 1 : 0);
-  if (operands.size() != first_scale + (has_scales ? 1 + weights : 0) ||
+  if (operands.size() != first_scale + (has_scales ? 1 + sums : 0) ||
       results.size() != 1 + (a.sums ? sums : 0) + (quantizes ? 1 : 0) || (quantizes && a.sums) ||
       !IsActivation(a.activation)) {
     return std::nullopt;
@@ -123,14 +123,14 @@ inline std::optional<GroupedCall> GroupedCallOf(const GroupedAttributes& a,
   }
   if (!has_scales) return call;
   const bool of_blocks = HasEntriesOfK(scales);
-  const int64_t k_entries = of_blocks ? CeilDiv<int64_t>(p.k, kScaleBlock) : 1;
+  const int64_t k_entries = of_blocks ? p.terms * CeilDiv<int64_t>(p.k, kScaleBlock) : 1;
   const int64_t n_entries = of_blocks ? CeilDiv<int64_t>(p.n, kScaleBlock) : p.n;
   const auto floats = [&](size_t i, int64_t size) {
     return FloatsOf(*operands.get<ffi::AnyBuffer>(first_scale + i), size);
   };
   arrays.x_scale = floats(0, p.m * k_entries);
   if (arrays.x_scale == nullptr) return std::nullopt;
-  for (size_t i = 0; i < weights; ++i) {
+  for (size_t i = 0; i < sums; ++i) {
     arrays.w_scale[i] = floats(1 + i, p.groups * n_entries * k_entries);
     if (arrays.w_scale[i] == nullptr) return std::nullopt;
   }

@@ -44,7 +44,8 @@ struct TileChoice {
 //   y[r] = scale[r] * activation(p_0) * p_1    gated
 //   sums_i[r] = p_i                            if `sums`: what backward needs of an activation
 //
-// With two terms each has an x and a weight: p_0 = x_0[r] @ w_0[e] + x_1[r] @ w_1[e].
+// With two terms each has an x and a weight: p_0 = x_0[r] @ w_0[e] + x_1[r] @ w_1[e]. Their scales
+// of blocks are one array: of all k-blocks of the first term, then of all of the second.
 struct GroupedMatmulParams {
   int64_t m;              // rows of x and y
   int64_t k;              // columns of x
@@ -61,7 +62,7 @@ struct GroupedMatmulParams {
   // Of grouped_matmul_scaled alone. What is quantised is float32 as out_dtype.
   Scales scales = Scales::kNone;
   Quantizing quantize = Quantizing::kNone;
-  int terms = 1;     // two neither with a gate, nor in grouped_matmul_scaled
+  int terms = 1;     // two not with a gate; with scales of blocks alone, and of whole k-blocks
   bool fill = true;  // write zeros to the rows of no group, in y and sums; else nothing
 
   int Weights() const { return gated ? 2 : 1; }  // of which a tile has columns
@@ -76,8 +77,8 @@ struct GroupedMatmulArrays {
   void* y;                     // [m, n]
   void* sums[2];               // [m, n] each, or null
   // Of grouped_matmul_scaled, with `scales` of sums, or of blocks of kScaleBlock of k and n:
-  const float* x_scale = nullptr;  // [m], or [m, blocks of k]
-  const float* w_scale[2] = {};    // [groups, n], or [groups, blocks of n, blocks of k]
+  const float* x_scale = nullptr;  // [m], or [m, blocks of all k]
+  const float* w_scale[2] = {};    // [groups, n], or [groups, blocks of n, blocks of all k]
   float* y_scale = nullptr;        // [m, blocks of n], if y is quantised
 };
 

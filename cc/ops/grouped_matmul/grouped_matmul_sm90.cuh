@@ -164,7 +164,9 @@ struct GroupedMatmulSm90 {
     }
   };
   struct Operands : StackOperands<BoxesOfA> {
-    static __device__ int Terms(const Args& args) { return Config::kNarrow ? 1 : args.terms; }
+    static __device__ int Terms(const Args& args) {
+      return Config::kNarrow && !Config::kBlockScales ? 1 : args.terms;
+    }
     // Boxes of A that have rows of the group; one if none has.
     static __device__ int32_t BoxesOf(const Args& args, const Coords& coords) {
       return args.box_rows == 64 && coords.end - coords.row > 64 ? 2 : 1;
@@ -331,7 +333,7 @@ struct GroupedMatmulScaledSm90 : GroupedMatmulSm90<Config_, GroupedMatmulScaledA
   // With kBlockScales.
   static __device__ ScaleSource<Config> ScalesOf(const Args& args, const CallContext&,
                                                  int32_t row_block, Tile tile) {
-    const int64_t k_blocks = CeilDiv(args.k, Config::kTileK);
+    const int64_t k_blocks = int64_t{args.terms} * CeilDiv(args.k, Config::kTileK);
     const int32_t n_blocks = CeilDiv(args.n, kScaleBlock), n0 = Base::FirstColumnOf(args, tile);
     const int64_t group = Base::GroupOf(args, tile) * n_blocks * k_blocks;
     ScaleSource<Config> scales;

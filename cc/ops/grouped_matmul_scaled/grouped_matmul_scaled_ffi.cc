@@ -37,7 +37,8 @@ ffi::Error Cuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::RemainingA
   const auto call =
       GroupedCallOf(a.grouped, operands, results, scales, static_cast<Quantizing>(a.quantize));
   if (!call) return InvalidArgument(name + ": operands do not fit");
-  const auto w_dtype = DTypeOf(operands.get<ffi::AnyBuffer>(1)->element_type(), kAllFormats);
+  const auto w = *operands.get<ffi::AnyBuffer>(call->params.terms);
+  const auto w_dtype = DTypeOf(w.element_type(), kAllFormats);
   const std::string why =
       w_dtype ? WhyNoGroupedMatmulScaledKernel(call->params, *w_dtype) : "w is of no format";
   if (!why.empty()) return InvalidArgument(name + ": " + why);

@@ -52,6 +52,9 @@ std::string WhyNoGroupedMatmulScaledKernel(const GroupedMatmulParams& p, DType w
     return "no kernel has the scales";
   }
   const bool quantizes = p.quantize != Quantizing::kNone;
+  if (p.terms > 1 && (p.scales != Scales::kOfBlocks || p.k % kScaleBlock != 0 || quantizes)) {
+    return "several terms have scales of whole blocks, and results that are not quantised";
+  }
   if (quantizes && (p.dtype != kQuantized || w_dtype != kQuantized)) {
     return "no kernel quantises the product";
   }

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ..._call.derivatives import differentiated
 from .. import _scaled
 from .._recipe import QUANTIZED, WIDE, Format, QuantizedWeight, Recipe
-from .._scaled import Scaled
+from .._scaled import BLOCK, Scaled
 from . import _by_recipe, _grouped_primitives, _grouped_scaled
 from ._product import PRODUCT
 
@@ -90,10 +90,14 @@ def _sum_of_products(
     params: _Params,
 ) -> jax.Array:
     """Each w is [groups, n, k]."""
-    xs, ws = _by_recipe.one_term(xs, ws)
+    whole = all(one.shape[-1] == BLOCK * one.scale.shape[-1] for one in (*xs, *ws))
     # What kernels give; others are rounded once more.
-    direct = len(xs) == 1 and out in (WIDE, np.dtype(np.float32))
+    direct = (len(xs) == 1 or whole) and out in (WIDE, np.dtype(np.float32))
     wanted = out if direct else np.dtype(np.float32)
+    if len(xs) > 1 and whole:
+        call = _grouped_primitives.Params(True, wanted, fill=params.fill)
+        f = _grouped_scaled.terms_in_lax if params.reference else _grouped_scaled.bind_terms
+        return f(xs, ws, sizes, call).astype(out)
     terms = [_multiply(x, w, sizes, wanted, precision, params) for x, w in zip(xs, ws, strict=True)]
     return sum(terms[1:], terms[0]).astype(out)
 

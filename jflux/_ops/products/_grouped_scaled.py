@@ -37,7 +37,8 @@ Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 class Params(_grouped_primitives.Params):
     """A call, less its operands: those of `_grouped_primitives.Params`, then the scale of x's rows,
     and that of each w's columns in all groups, as kernels take them (`_scaled.of_rows`,
-    `_scaled.of_columns`).
+    `_scaled.of_columns`). Several terms, of whole blocks of k, have one scale of rows, with the
+    entries of all.
 
     Attributes:
       quantize: how y is quantised, if it is: by blocks of one row.
@@ -85,6 +86,44 @@ def bind(
     return y
 
 
+def bind_terms(
+    xs: Sequence[Scaled],
+    ws: Sequence[Scaled],
+    sizes: jax.Array,
+    params: _grouped_primitives.Params,
+) -> jax.Array:
+    """The sum of the products of each x and its w, of operands with scales of whole blocks of k."""
+    operands, call = _terms(xs, ws, sizes, params)
+    return primitive.bind(*operands, params=call)[0]
+
+
+def terms_in_lax(
+    xs: Sequence[Scaled],
+    ws: Sequence[Scaled],
+    sizes: jax.Array,
+    params: _grouped_primitives.Params,
+) -> jax.Array:
+    """:func:`bind_terms` in plain `lax`."""
+    return reference(*_terms(xs, ws, sizes, params))[0]
+
+
+def _terms(
+    xs: Sequence[Scaled],
+    ws: Sequence[Scaled],
+    sizes: jax.Array,
+    params: _grouped_primitives.Params,
+) -> tuple[Sequence[jax.Array], Params]:
+    # One block of k has one entry, and is a block nevertheless.
+    of_blocks = all(w.scale.shape[1] <= -(-w.shape[1] // BLOCK) for w in ws)
+    scales = Scales.OF_BLOCKS if of_blocks else Scales.OF_VECTORS
+    each = [
+        _arrays_and_params(x, [w], sizes, (), params, scales) for x, w in zip(xs, ws, strict=True)
+    ]
+    x, w, _, rows, columns = zip(*(arrays for arrays, _ in each), strict=True)
+    operands = (*x, *w, sizes, jnp.concatenate(rows, 1), *columns)
+    return operands, dataclasses.replace(each[0][1], terms=len(each))
+
+
 def in_lax(
     x: Scaled,
     ws: Sequence[Scaled],
@@ -103,11 +142,17 @@ def _arrays_and_params(
     sizes: jax.Array,
     row_scale: Sequence[jax.Array],
     params: _grouped_primitives.Params,
+    scales: Scales | None = None,
 ) -> tuple[Sequence[jax.Array], Params]:
+    """(the operands, the parameters) of a call whose scales are of this kind; None: of the one that
+    they have."""
     x, *rest = _scaled.constants(x, *ws, *row_scale)
     ws, row_scale = rest[: len(ws)], rest[len(ws) :]
-    of_group = [jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), w) for w in ws]
-    scales = _scaled.scales_of(x, *of_group, transpose_rhs=params.transpose_rhs)
+    if scales is None:
+        of_group = [
+            jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), w) for w in ws
+        ]
+        scales = _scaled.scales_of(x, *of_group, transpose_rhs=params.transpose_rhs)
 
     def of_columns(w: Scaled) -> jax.Array:
         scale = jnp.broadcast_to(w.scale, (w.shape[0], *w.scale.shape[1:]))
@@ -166,6 +211,12 @@ def _of_values(params: Params) -> _grouped_primitives.Params:
 def _by_products(arrays: Arrays, params: Params, product: Product) -> list[jax.Array]:
     plain, of_rows, of_columns = _unpack(arrays, params)
     x, ws, sizes, scale = _grouped_primitives._unpack(plain, params)
+    if params.terms > 1:
+        one = dataclasses.replace(params, terms=1, out_dtype=np.dtype(np.float32))
+        rows = jnp.split(of_rows, params.terms, axis=1)
+        each = zip(arrays, ws, rows, of_columns, strict=False)
+        terms = [_by_products((x, w, sizes, r, c), one, product)[0] for x, w, r, c in each]
+        return [sum(terms[1:], terms[0]).astype(params.out_dtype)]
     ends = jnp.cumsum(sizes)
     group = jnp.searchsorted(ends, lax.iota(ends.dtype, x.shape[0]), side="right")
     group = jnp.minimum(group, sizes.shape[0] - 1)  # rows past the sum are masked
@@ -224,6 +275,8 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     x, ws, sizes, _ = _grouped_primitives._unpack(plain, params)
     if why := params.epilogue.why_quantized_after(x, ws[:1], x.shape[0]):
         return why
+    if params.terms > 1 and params.scales is not Scales.OF_BLOCKS:
+        return "the kernel takes several terms with scales of blocks alone"
     if params.scales is Scales.OF_VECTORS:
         return f"the kernel takes blocks of {BLOCK} of k of w only for {BLOCK} columns each"
     if params.scales.has_blocks and (why := _scaled.why_no_blocks(x, *ws)):
@@ -233,10 +286,13 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
 
 
 def _prepare(arrays: Arrays, params: Params) -> list[Any]:
-    """Tensor cores take operands of 8 bits along k alone."""
-    x, *rest = arrays
+    """Tensor cores take operands of 8 bits along k alone. Scales of several terms are one array."""
+    xs, rest = arrays[: params.terms], arrays[params.terms :]
     ws, rest = rest[: params.weights], rest[params.weights :]
-    return [x, *(w if params.transpose_rhs else jnp.swapaxes(w, 1, 2) for w in ws), *rest]
+    if params.terms > 1:
+        at = len(rest) - params.terms
+        rest = [*rest[:at], jnp.concatenate(rest[at:], axis=2)]
+    return [*xs, *(w if params.transpose_rhs else jnp.swapaxes(w, 1, 2) for w in ws), *rest]
 
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
@@ -299,6 +355,8 @@ def _takes_in_bfloat16(call: Call, machine: Machine) -> Plan | None:
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     plain, _, _ = _unpack(operands, params)
+    if params.terms > 1:
+        return _product.bind_one_by_one(primitive, operands, dims, params=params)
     of_rows, sizes_at = len(plain), 1 + params.weights
     in_rows = {0, of_rows, *([sizes_at + 1] if params.scaled else [])}
     batched = {i for i, d in enumerate(dims) if d is not None}

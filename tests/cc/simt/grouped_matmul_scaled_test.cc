@@ -25,6 +25,7 @@ struct Case {
   Scales scales;
   TileChoice tile;
   bool gated = false;
+  int terms = 1;
 };
 
 // relu, whose slope is at most 1.
@@ -40,14 +41,16 @@ void Run(const Case& c, uint32_t seed, Quantizing quantize = Quantizing::kNone) 
   const bool of_blocks = c.scales == Scales::kOfBlocks;
   const int64_t k_size = of_blocks ? kScaleBlock : c.k, n_size = of_blocks ? kScaleBlock : 1;
   const int64_t k_blocks = CeilDiv(c.k, k_size), n_blocks = CeilDiv(c.n, n_size);
-  auto x = RandomArray<T>(random, c.m * c.k);
-  auto x_scale = RandomArray<float>(random, c.m * k_blocks);
+  const int64_t all_blocks = c.terms * k_blocks;  // of all terms
+  std::vector<Array<T>> x;
+  for (int i = 0; i < c.terms; ++i) x.push_back(RandomArray<T>(random, c.m * c.k));
+  auto x_scale = RandomArray<float>(random, c.m * all_blocks);
   auto row_scale = RandomArray<float>(random, c.m);
   std::vector<Array<W>> w;
   std::vector<Array<float>> w_scale;
-  for (int i = 0; i < weights; ++i) {
+  for (int i = 0; i < Max(weights, c.terms); ++i) {
     w.push_back(RandomArray<W>(random, groups * c.n * c.k, 0.5));
-    w_scale.push_back(RandomArray<float>(random, groups * n_blocks * k_blocks));
+    w_scale.push_back(RandomArray<float>(random, groups * n_blocks * all_blocks));
   }
   // Rows past the last group: no numbers.
   std::vector<int> group_of(c.m, -1);
@@ -55,17 +58,18 @@ void Run(const Case& c, uint32_t seed, Quantizing quantize = Quantizing::kNone) 
   for (int64_t e = 0; e < groups; ++e) {
     for (int32_t r = 0; r < c.groups[e]; ++r) group_of[end++] = static_cast<int>(e);
   }
-  std::fill(x_scale.data.begin() + end * k_blocks, x_scale.data.end(), NAN);
+  std::fill(x_scale.data.begin() + end * all_blocks, x_scale.data.end(), NAN);
   Array<Out> y(c.m * c.n);
   GroupedMatmulParams p{};
   p.m = c.m, p.k = c.k, p.n = c.n, p.groups = groups;
   p.dtype = simt::kDTypeOf<T>, p.out_dtype = simt::kDTypeOf<Out>;
   p.transpose_rhs = true, p.gated = c.gated, p.scaled = true;
   p.activation = c.gated ? Activation::kRelu : Activation::kNone;
-  p.tile = c.tile, p.scales = c.scales;
+  p.tile = c.tile, p.scales = c.scales, p.terms = c.terms;
   EXPECT_EQ(WhyNoGroupedMatmulScaledKernel(p, simt::kDTypeOf<W>), std::string());
   GroupedMatmulArrays arrays{};
-  arrays.x[0] = x.get(), arrays.x_scale = x_scale.get(), arrays.row_scale = row_scale.get();
+  for (int i = 0; i < c.terms; ++i) arrays.x[i] = x[i].get(), arrays.w[i] = w[i].get();
+  arrays.x_scale = x_scale.get(), arrays.row_scale = row_scale.get();
   arrays.group_sizes = c.groups.data(), arrays.y = y.get();
   for (int i = 0; i < weights; ++i) arrays.w[i] = w[i].get(), arrays.w_scale[i] = w_scale[i].get();
   std::string error;
@@ -74,14 +78,15 @@ void Run(const Case& c, uint32_t seed, Quantizing quantize = Quantizing::kNone) 
   const auto product = [&](int i, int64_t row, int64_t column) {
     simt::Sum total;
     const int64_t group = group_of[row];
-    for (int64_t kb = 0; kb < k_blocks; ++kb) {
+    for (int64_t block = 0; block < all_blocks; ++block) {
       simt::Sum sum;
+      const int64_t at = block / k_blocks, kb = block % k_blocks;  // the term, of one weight
       for (int64_t l = kb * k_size; l < Min(c.k, (kb + 1) * k_size); ++l) {
-        const double term = x[row * c.k + l] * w[i][(group * c.n + column) * c.k + l];
+        const double term = x[at][row * c.k + l] * w[i + at][(group * c.n + column) * c.k + l];
         std::is_same_v<T, int8_t> ? sum.AddWhole(term) : sum.Add(term);
       }
-      const int64_t of_column = (group * n_blocks + column / n_size) * k_blocks + kb;
-      sum = sum * simt::Sum(x_scale[row * k_blocks + kb] * w_scale[i][of_column]);
+      const int64_t of_column = (group * n_blocks + column / n_size) * all_blocks + block;
+      sum = sum * simt::Sum(x_scale[row * all_blocks + block] * w_scale[i][of_column]);
       total.value += sum.value;
       total.size += sum.size;
     }
@@ -118,6 +123,8 @@ TEST(MultipliesAndScales) {
       {300, 400, 272, {30, 190, 64, 10}, kOfBlocks, {128, 1}},
       {200, 272, 208, {100, 70}, kOfBlocks, {128, 2}, /*gated=*/true},
       {300, 528, 272, {7, 257, 30}, kOfBlocks, {256, 2}},
+      {200, 256, 208, {100, 0, 70}, kOfBlocks, {192, 2}, /*gated=*/false, /*terms=*/2},
+      {200, 128, 272, {40, 130}, kOfBlocks, {128, 1}, /*gated=*/false, /*terms=*/2},
   };
   uint32_t seed = 1;
   for (const Case& c : cases) {
