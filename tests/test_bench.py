@@ -1010,9 +1010,14 @@ def test_grouped_products_of_others_are_columns(monkeypatch, capsys):
     monkeypatch.setattr("bench.rates.check", lambda *args, **flops: None)  # a worker takes no time
     others = peers.start(["tokamax", "torch"], moe_peers.PEERS)
     row = moe.measure(tiny, "equal", 1, others)
-    assert {"T", "T f+b", "P"} <= row.keys() and all(moe.cells(row)[7:10])
+
+    def columns(row):
+        return dict(zip(moe.HEADING.split(" | "), moe.cells(row), strict=True))
+
+    assert {"T", "T f+b", "P", "X", "X f+b"} <= row.keys()
+    assert all(columns(row)[f"{name} ms"] for name in ("T", "T f+b", "P", "X"))
     row = moe.measure(tiny, "half", 1, others)  # the worker takes no other sizes
-    assert "T" in row and "P" not in row and moe.cells(row)[9] == ""
+    assert "T" in row and "P" not in row and columns(row)["P ms"] == ""
     assert "tiny: PyTorch: ValueError: too large" in capsys.readouterr().err
 
     def refuses(x, w, sizes):
