@@ -63,7 +63,7 @@ def parse_arguments() -> tuple[argparse.Namespace, Preset, tuple[int, int, int]]
     parser.add_argument("--k", type=int, default=2, help="experts of a token; default: 2")
     parser.add_argument(
         "--exchange", choices=("auto", "gather", "dispatch", "fused"), default="auto",
-        help="how tokens come to the ranks of their experts; default: all tokens are gathered",
+        help="how tokens come to the ranks of their experts; default: a dispatch where it pays",
     )  # fmt: skip
     for name in ("data", "expert"):
         parser.add_argument(f"--{name}", type=int, help="ranks along this axis; default: 2, or 1")

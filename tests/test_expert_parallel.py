@@ -159,8 +159,8 @@ def layer(x, indices, weights, w, axis_name="tp", residual=None, scaled=False, *
     experts = w.shape[0] * lax.axis_size(axis_name)
     d = jflux.moe_dispatch(x, indices, weights, num_experts=experts, axis_name=axis_name, **options)
     if options.get("rest") == "undefined":
-        rest = {"rest": "undefined"}
-        y = jnp.tanh(jflux.grouped_matmul(d.rows, w, d.padded_sizes, **rest))
+        rows = d.rows.reshape(-1, d.rows.shape[-1])
+        y = jnp.tanh(jflux.grouped_matmul(rows, w, d.padded_sizes, rest="undefined"))
         return jflux.moe_combine(y, d.handle, weights=weights, axis_name=axis_name)
     if d.rows.ndim == 3:
         y = jnp.tanh(jnp.einsum("ech,ehf->ecf", d.rows, w))
@@ -203,7 +203,9 @@ def _weights_of(seed, experts, width=6, out=5):
         (SIZES[2], {"capacity": 2}),
         (SIZES[3], {}),
         (SIZES[0], {"partial_sums": True}),
+        (SIZES[1], {"partial_sums": True, "rest": "undefined"}),
         (SIZES[1], {"partial_sums": True, "rest": "undefined", "alignment": 4}),
+        (SIZES[1], {"partial_sums": True, "rest": "undefined", "layout": "masked", "capacity": 3}),
         (SIZES[1], {"partial_sums": True, "alignment": 4, "scaled": True}),
         (SIZES[1], {"partial_sums": True, "layout": "masked", "capacity": 3}),
         (SIZES[2], {"partial_sums": True}),
@@ -663,6 +665,22 @@ def test_tokens_with_scales(form, options):
         assert one.values.dtype == dtype and one.values.shape == wide.shape
         np.testing.assert_array_equal(one.dequantize(), wide)
         np.testing.assert_array_equal(w, row_weights[2])
+
+
+@pytest.mark.parametrize("partial_sums", [False, True])
+def test_no_tokens_with_scales(partial_sums):
+    def f(x, indices, weights, one):  # XLA cannot partition a program that gets no element
+        d = jflux.moe_dispatch(
+            x, indices, weights, num_experts=RANKS, partial_sums=partial_sums, axis_name="tp",
+            quantize=jflux.Recipe.block.x,
+        )  # fmt: skip
+        return d.rows, one * d.group_sizes
+
+    empty = jnp.zeros((RANKS, 0, 256)), jnp.zeros((RANKS, 0, 2), int), jnp.zeros((RANKS, 0, 2))
+    one = np.ones((RANKS, 1), np.int32)
+    rows, sizes = jax.jit(per_device(make_mesh((RANKS,)), f))(*empty, one)
+    assert rows.shape == (RANKS, 0, 256) and rows.scale.shape == (RANKS, 0, 2)
+    assert not np.asarray(sizes).any()
 
 
 def test_scaled_tokens_have_no_gradient_of_their_own():

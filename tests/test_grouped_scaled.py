@@ -319,6 +319,17 @@ def test_a_recipe(name, module):
         near(got, wanted)
 
 
+@pytest.mark.parametrize("block", [(-1, -1), (128, 128), (1, 128)])
+def test_a_scale_that_rows_share_knows_no_row_of_no_group(block):
+    x, w, _ = (jnp.asarray(a, jnp.bfloat16) for a in of_recipe(256, 128))
+    call = functools.partial(
+        jflux.grouped_matmul, x, w, jnp.array(SIZES), transpose_rhs=True,
+        quantize=jflux.Format(jnp.float8_e4m3fn, block),
+    )  # fmt: skip
+    got, want = (call(rest=rest).dequantize()[: sum(SIZES)] for rest in ("undefined", "zeros"))
+    np.testing.assert_array_equal(got, want)
+
+
 def test_a_gate_by_a_recipe():
     """Its derivative is that of the same function of the products."""
     x, gate, dy = of_recipe(256, 128)

@@ -563,10 +563,25 @@ def test_says_how_tokens_travel(experts, k, options, says):
         found = jflux.explain(f, jnp.ones((4, 3, 8)), params)
     (one,) = [call for call in found if call.op == "nn.mixture"]
     assert re.fullmatch(says + ".*", one.plan.reason), one.plan.reason
-    with pytest.raises(ValueError, match="exchange='fused' takes no recipe"):
-        jflux.nn.mixture(
-            jnp.ones((4, 8)), **params, k=k, exchange="fused", recipe=jflux.Recipe.block
-        )
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_fused_takes_no_8_bits(quantized):
+    params = {"router": jnp.ones((128, 2)), "up": jnp.ones((2, 128, 128)),
+              "down": jnp.ones((2, 128, 128))}  # fmt: skip
+    block, options = jflux.Recipe.block, {"k": 1, "expert_axis": "ep", "exchange": "fused"}
+
+    def call(x, params):
+        if quantized:
+            params |= {n: block.quantize_weight(params[n]) for n in ("up", "down")}
+        return jflux.nn.mixture(x, **params, **options, recipe=None if quantized else block).y
+
+    specs = {n: P() if n == "router" else P("ep") for n in params}
+    f = jax.shard_map(
+        call, mesh=make_mesh((2,), ("ep",)), in_specs=(P("ep"), specs), out_specs=P("ep")
+    )
+    with pytest.raises(ValueError, match="exchange='fused' takes no recipe, nor weights"):
+        jax.eval_shape(f, jnp.ones((4, 128)), params)
 
 
 def test_one_device_needs_no_mesh():

@@ -100,6 +100,23 @@ def test_a_nan_is_a_floating_point_error(name):
                 run(infinite)
 
 
+@pytest.mark.parametrize("exchange", ["fused", "dispatch"])
+def test_a_mixture_that_is_right_raises_nothing(exchange):
+    """Rows that may be anything are zeros where JAX looks for NaN, call by call."""
+    params = {"router": jnp.eye(8, 4), "up": jnp.ones((4, 8, 8)), "down": jnp.ones((4, 8, 8))}
+    specs = {n: P() if n == "router" else P("tp") for n in params}
+    options = {"k": 1, "expert_axis": "tp", "exchange": exchange}
+    f = jax.shard_map(
+        lambda x, params: jax.grad(lambda *a: jnp.sum(jnn.mixture(*a, **options).y), (0, 1))(
+            x, params["router"], params["up"], params["down"]
+        ),
+        mesh=make_mesh((2,)), in_specs=(P("tp"), specs), out_specs=(P("tp"), P()),
+        check_vma=False,
+    )  # fmt: skip
+    with jax.debug_nans(True):
+        jax.block_until_ready(f(jnp.arange(32.0).reshape(4, 8), params))
+
+
 # ---- Strict switches -----------------------------------------------------------------------------
 
 

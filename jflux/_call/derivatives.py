@@ -280,11 +280,9 @@ def _batch(operands: Any, dims: Any, *, linear: Any, results: tuple[Any, ...]) -
     return ys, [0] * len(ys)
 
 
-def check_for_nan(
-    primitive: Primitive, checked: Callable[[Any], int | None] = lambda params: None
-) -> None:
-    """Has ``checkify.float_checks`` look at the primitive's results, or by its params at the first
-    so many (None: all), as at those of JAX's own."""
+def check_for_nan(primitive: Primitive, first: int | None = None) -> None:
+    """Has ``checkify.float_checks`` look at the primitive's results, or the first so many, as at
+    those of JAX's own. They hold no rows then that may be anything."""
     internals = _jax_internals.CHECKIFY.get()
     if internals is None:
         return
@@ -292,12 +290,24 @@ def check_for_nan(
     def check(*given: Any, **params: Any) -> Any:
         count = 2 if isinstance(given[0], checkify.Error) else 3  # the oldest pass no context
         *context, error, enabled = given[:count]
+        params = {name: _filled(value) for name, value in params.items()}
         results = primitive.bind(*given[count:], **params)
-        first = checked(params.get("params"))
+        if first == 0:
+            return error, results
         looked_at = internals.check_nans(primitive, *context, error, enabled, results[:first])
         return looked_at, results
 
     internals.error_checks[primitive] = check
+
+
+def _filled(params: Any) -> Any:
+    """Parameters of a call without rows that may be anything (``fill=False``)."""
+    if isinstance(params, _Batched):
+        return dataclasses.replace(params, one=_filled(params.one))
+    if isinstance(params, _Tangents):
+        return dataclasses.replace(params, params=_filled(params.params))
+    is_filled = getattr(params, "fill", True)
+    return params if is_filled else dataclasses.replace(params, fill=True)
 
 
 check_for_nan(_primitive)

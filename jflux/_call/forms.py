@@ -150,8 +150,8 @@ class Op:
       is_split_by_xla: of a local op: the reference takes calls on arrays that XLA splits over
         devices, outside of `jax.shard_map` or over axes that it leaves to XLA. A kernel would have
         all of them on each device.
-      checked: params -> how many of the first results `checkify` looks at. Later results may hold
-        anything in places that nobody reads. None: all results.
+      values: how many of the first results `checkify` looks at. Later results may hold anything in
+        places that nobody reads. None: all results.
     """
 
     name: str
@@ -165,7 +165,7 @@ class Op:
     title: Callable[[Any], str] | None = None
     is_local: bool = False
     is_split_by_xla: bool = False
-    checked: Callable[[Any], int | None] = lambda params: None
+    values: int | None = None
 
     def label(self, params: Any) -> str:
         """The op as messages name it."""

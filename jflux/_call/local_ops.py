@@ -131,6 +131,13 @@ def is_filled(op: str, rest: str) -> bool:
     return rest == "zeros"
 
 
+def unread_rest() -> str:
+    """What rows hold that nobody reads, where no caller says. JAX reads them where it looks for
+    NaN, call by call."""
+    config: Any = jax.config
+    return "zeros" if config.jax_debug_nans else "undefined"
+
+
 def check_arrays(op: str, **arrays: Any) -> None:
     """Raises for an argument that is no array, or whose type says that devices share it."""
     for name, array in arrays.items():

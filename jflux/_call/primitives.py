@@ -144,7 +144,7 @@ def make_primitive(op: Op) -> Primitive:
         rule = functools.partial(lower, platform=platform)
         mlir.register_lowering(primitive, rule, platform=platform)
     primitive.batched_by(op.batch)
-    derivatives.check_for_nan(primitive, op.checked)
+    derivatives.check_for_nan(primitive, op.values)
     flops_of[primitive] = lambda arrays, results, named: op.flops(arrays, named["params"])
     return primitive
 

@@ -15,7 +15,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import moe
 from .._call import explain, plans
+from .._call.local_ops import unread_rest
 from .._ops import _epilogue, _lax
+from .._ops._lax import several
 from .._ops._recipe import Recipe
 from .._ops.collectives.all_reduce import all_reduce
 from .._ops.collectives.exchange import all_gather, reduce_scatter
@@ -92,8 +94,8 @@ def mixture(
 
     Every rank chooses for its own tokens. How these come to their experts is `exchange`'s to say:
 
-    - "auto": a dispatch where a token's experts lie on few of the ranks, else a gather:
-      :func:`jflux.explain` says which, and why.
+    - "auto": a dispatch where a token's experts lie on less than .9 of the ranks, on average, else
+      a gather: :func:`jflux.explain` says which, and why.
     - "gather": each rank gathers the tokens and choices of all N M ranks, computes its part of its
       experts for all of them, and the sums are scattered: :func:`jflux.all_gather`, two calls of
       :func:`jflux.grouped_matmul`, :func:`jflux.reduce_scatter`.
@@ -126,7 +128,7 @@ def mixture(
         along one of the axes count once, which ``check_vma=True`` knows; without it they count for
         each of its ranks.
       exchange: "auto", "gather", "dispatch" or "fused". "dispatch" needs `expert_axis`; "fused"
-        takes no `recipe`.
+        takes neither a `recipe` nor weights that are quantised.
       capacity: an expert takes so many slots of the tokens of all N M ranks, the first ones in the
         order of ranks along (`expert_axis`, `axis_name`), tokens and choices; others are dropped,
         and add nothing to y. It is the same for all exchanges. None: it takes all.
@@ -191,10 +193,6 @@ class _Options:
     def check(self, x: jax.Array, router: jax.Array) -> None:
         """Raises for options or operands that do not fit."""
         exchange, capacity = self.exchange, self.capacity
-        if exchange == "fused" and self.recipe is not None:
-            raise ValueError(
-                "jflux.nn.mixture: exchange='fused' takes no recipe; take 'dispatch' or 'gather'"
-            )
         if exchange not in _moe_exchange.EXCHANGES:
             known = _moe_exchange.EXCHANGES
             raise ValueError(f"jflux.nn.mixture: {exchange=} must be one of {known}")
@@ -235,7 +233,7 @@ class _Experts:
 
     def of_hidden(self, hidden: jax.Array, sizes: jax.Array) -> jax.Array:
         """Their second product."""
-        return grouped_matmul(hidden, self.down, sizes, recipe=self.recipe, rest=_rest())
+        return grouped_matmul(hidden, self.down, sizes, recipe=self.recipe, rest=unread_rest())
 
     @property
     def pair(self) -> Any:
@@ -246,7 +244,7 @@ class _Experts:
     def first(self) -> dict[str, Any]:
         """The options of the first product."""
         gated = self.gate is not None
-        return {"activation": self.activation, "gated": gated, "rest": _rest()}
+        return {"activation": self.activation, "gated": gated, "rest": unread_rest()}
 
 
 def _over_global_arrays(
@@ -438,13 +436,6 @@ def _own(indices: jax.Array, experts: int, ep: tuple[Any, ...]) -> jax.Array:
     return jnp.where((own >= 0) & (own < experts), own, -1)
 
 
-def _rest() -> str:
-    """What rows without a token hold, of which there are many where experts are split over ranks.
-    Nothing here reads them; JAX does, where it looks for NaN."""
-    config: Any = jax.config
-    return "zeros" if config.jax_debug_nans else "undefined"
-
-
 def _of_own_experts(
     tokens: jax.Array,
     indices: jax.Array,
@@ -454,8 +445,8 @@ def _of_own_experts(
 ) -> jax.Array:
     """The weighted sum of each token's experts on this rank."""
     routing = moe.route(indices, experts.up.shape[0], capacity=capacity)
-    y = experts.of_rows(moe.permute(tokens, routing, rest=_rest()), routing.counts)
-    return moe.unpermute(y, routing, weights, rest=_rest())
+    y = experts.of_rows(moe.permute(tokens, routing, rest=unread_rest()), routing.counts)
+    return moe.unpermute(y, routing, weights, rest=unread_rest())
 
 
 def _of_own_experts_fused(
@@ -469,17 +460,21 @@ def _of_own_experts_fused(
 ) -> jax.Array:
     """The same of this rank's tokens, which come to the experts of all ranks along `axes`, and the
     sums from there, in the products' kernels."""
+    if recipe_of(experts.recipe, tokens, (*several(experts.pair), experts.down), False) is not None:
+        raise ValueError(
+            "jflux.nn.mixture: exchange='fused' takes no recipe, nor weights that are quantised; "
+            "take 'dispatch' or 'gather'"
+        )
     routing = moe.route(indices, experts.up.shape[0], capacity=capacity)
     ranks = meshes.axis_size(ep) if ep else 1
     over: Any = {
         "axis_name": axes,
         "owners": dispatch_grouped_matmul.owners_of(ranks, indices.shape[1], experts.up.shape[0]),
     }
-    gated = experts.gate is not None
-    pair = (experts.gate, experts.up) if gated else (experts.up,)
     hidden = all_gather_grouped_matmul.gathered(
-        tokens, pair, routing, activation=experts.activation, gated=gated, **over
-    )
+        tokens, several(experts.pair), routing, activation=experts.activation,
+        gated=experts.gate is not None, **over,
+    )  # fmt: skip
     return grouped_matmul_reduce_scatter.scattered(hidden, experts.down, routing, weights, **over)
 
 
@@ -496,7 +491,7 @@ def _of_all_experts(
     recipe = recipe_of(experts.recipe, tokens, experts.pair, False)
     dispatched = moe_dispatch.moe_dispatch(
         lax.stop_gradient(tokens) if recipe else tokens, indices, weights, capacity=capacity,
-        axis_name=ep, partial_sums=True, quantize=recipe.x if recipe else None, rest=_rest(),
+        axis_name=ep, partial_sums=True, quantize=recipe.x if recipe else None, rest=unread_rest(),
         num_experts=experts.up.shape[0] * meshes.axis_size(ep),
     )  # fmt: skip
     sizes = dispatched.padded_sizes

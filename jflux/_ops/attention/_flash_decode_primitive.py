@@ -347,7 +347,7 @@ _primitive = make_primitive(
         batch=_batch,
         flops=_flops,
         is_local=True,
-        checked=lambda params: 1,
+        values=1,
     )
 )
 ad.primitive_jvps[_primitive] = _jvp

@@ -500,13 +500,15 @@ def _combine_backward(
     # The cotangent travels in y's type, as in _partial_sums.py.
     ct = ct.astype(y_type.dtype)
     rows, *_ = _dispatch_primitive.bind(ct, indices, zeros, params=params.dispatch)
-    # Row after row, as if each were a token with one slot.
+    # Row after row, as if each were a token with one slot. Rows that fill an expert up are read.
+    dispatch = params.dispatch
+    fill = dispatch.fill or dispatch.alignment > 1 or dispatch.stride > 0
     place = jnp.where(slot >= 0, lax.iota(jnp.int32, slot.shape[0]), -1)
     places = place, place[:, None]
     dy, dw = None, None
     if wanted[0] is not None:
         row_weights = rows_or_zeros(w.ravel(), slot)[:, None]
-        dy = moe_rows.spread(rows, row_weights, *places, fill=params.dispatch.fill)
+        dy = moe_rows.spread(rows, row_weights, *places, fill=fill)
     if wanted[1] is not None:
         dots = moe_rows.dots(y, rows, *places)[:, 0].astype(np.float32)
         dw = _of_slots(dots, expert_row)

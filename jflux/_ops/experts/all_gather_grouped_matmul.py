@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from ... import _config, _native
-from ..._call import derivatives, forms, plans
+from ..._call import derivatives, forms, local_ops, plans
 from ..._call.derivatives import total
 from ..._call.forms import Call, Op, ShapeDtype, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
@@ -217,7 +217,7 @@ def two_steps(
 def _rows(x: jax.Array, routing: Routing, params: Params) -> jax.Array:
     """All ranks' tokens in the order of experts."""
     tokens = all_gather(x, axis_name=params.axis_names, axis=0, tiled=True)
-    return permute(tokens, routing, rest="undefined")  # products alone read the rows
+    return permute(tokens, routing, rest=local_ops.unread_rest())  # products alone read the rows
 
 
 # ---- What the lowering asks ----------------------------------------------------------------------
@@ -388,8 +388,9 @@ def _backward(
     elif x is not None and terms:
         dys, ws = zip(*((d.astype(w.dtype), w) for d, w in terms), strict=True)
         product = _grouped_primitives.Params(
-            not params.transpose_rhs, np.dtype(x.dtype), terms=len(terms), fill=False
-        )
+            not params.transpose_rhs, np.dtype(x.dtype), terms=len(terms),
+            fill=local_ops.unread_rest() == "zeros",
+        )  # fmt: skip
         (rows,) = _grouped_primitives.grouped_matmul.bind(*dys, *ws, routing.counts, params=product)
         summed = unpermute(rows, routing)
         dx = reduce_scatter(summed, axis_name=params.axis_names, scatter_dimension=0, tiled=True)

@@ -39,8 +39,8 @@ OP, COMBINE = "dispatch_grouped_matmul", "grouped_matmul_combine"
 EXCHANGES = ("gather", "dispatch")
 
 #: All tokens go to all ranks if a token's experts lie on at least this share of the ranks. With .79
-#: a layer was 2 % faster by a dispatch; 1 has not been timed
-#: (docs/experiments/0046-dispatch-products.md).
+#: layers were 2 % faster by a dispatch, with 1 they were 6 to 8 % slower
+#: (docs/experiments/0046-dispatch-products.md, 0057-rows-without-a-token.md).
 LEAST_SHARE = 0.9
 #: The same share where one kernel gathers and multiplies, and so hides the gather. An estimate.
 LEAST_SHARE_HIDDEN = 0.45
@@ -356,7 +356,7 @@ def _by_dispatch(arrays: Arrays, params: _Params, plan: Plan) -> tuple[jax.Array
     x, *ws, indices = arrays
     dispatched = moe_dispatch.moe_dispatch(
         x, indices, jnp.ones(indices.shape, jnp.float32), num_experts=params.num_experts,
-        partial_sums=True, rest="undefined", axis_name=params.axis_name,
+        partial_sums=True, rest=local_ops.unread_rest(), axis_name=params.axis_name,
     )  # fmt: skip
     y = grouped_matmul(dispatched.rows, ws, dispatched.group_sizes, **params.product)
     return y, DispatchHandle(dispatched.group_sizes, dispatched.handle)  # type: ignore[arg-type]

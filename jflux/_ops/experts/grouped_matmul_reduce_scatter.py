@@ -18,7 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ... import _config, _native
-from ..._call import derivatives, forms, plans
+from ..._call import derivatives, forms, local_ops, plans
 from ..._call.derivatives import total
 from ..._call.forms import Call, Op, ShapeDtype, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
@@ -61,7 +61,8 @@ class Params:
     @property
     def product(self) -> _grouped_primitives.Params:
         """The grouped product alone, of whose rows the tokens' are read alone."""
-        return _grouped_primitives.Params(self.transpose_rhs, self.out_dtype, fill=False)
+        fill = local_ops.unread_rest() == "zeros"
+        return _grouped_primitives.Params(self.transpose_rhs, self.out_dtype, fill=fill)
 
 
 class _Operands(NamedTuple):
@@ -302,6 +303,7 @@ _op = Op(
     ),
     batch=_product.bind_one_by_one,
     flops=_flops,
+    values=1,
 )
 _primitive = make_primitive(_op)
 
@@ -345,8 +347,9 @@ def _backward(
             dweights = moe_rows.dots(y, gathered, operands.source, operands.destination)
         if h is not None or w is not None:
             spread = moe_rows.spread(
-                gathered, operands.weights, operands.source, operands.destination, fill=False
-            )
+                gathered, operands.weights, operands.source, operands.destination,
+                fill=local_ops.unread_rest() == "zeros",
+            )  # fmt: skip
             dy = total([spread, dy])
     dh = dw = None
     if h is not None and dy is not None:

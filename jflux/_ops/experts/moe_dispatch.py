@@ -235,14 +235,15 @@ def _by_ragged_exchange(arrays: Sequence[jax.Array], params: _Params, plan: Plan
 
 def _in_bytes(values: jax.Array, scale: jax.Array) -> jax.Array:
     """uint8 [T, ...]: each row of values [T, H] of 8 bits, and behind it its scales [T, s]."""
-    parts = (lax.bitcast_convert_type(a, jnp.uint8) for a in (values, scale))
-    return jnp.concatenate([part.reshape(values.shape[0], -1) for part in parts], axis=1)
+    of_scale = lax.bitcast_convert_type(scale, jnp.uint8)
+    of_scale = of_scale.reshape(scale.shape[0], 4 * scale.shape[1])
+    return jnp.concatenate([lax.bitcast_convert_type(values, jnp.uint8), of_scale], axis=1)
 
 
 def _of_bytes(rows: jax.Array, x: jax.Array) -> Scaled:
     """What these bytes are, of values as x."""
     columns = x.shape[1]
-    scale = rows[:, columns:].reshape(rows.shape[0], -1, 4)
+    scale = rows[:, columns:].reshape(rows.shape[0], (rows.shape[1] - columns) // 4, 4)
     return Scaled(
         lax.bitcast_convert_type(rows[:, :columns], x.dtype),
         lax.bitcast_convert_type(scale, np.float32),
@@ -261,7 +262,8 @@ def _dispatched(
     """The result of a dispatch, with rows in the layout that the options name."""
     if options.layout == "masked":
         experts = sizes.shape[0]
-        rows = jax.tree.map(lambda a: a.reshape(experts, -1, a.shape[1]), rows)
+        count = row_weights.shape[0] // experts
+        rows = jax.tree.map(lambda a: a.reshape(experts, count, a.shape[1]), rows)
         row_weights = row_weights.reshape(rows.shape[:2])
     return Dispatched(rows, sizes, padded, row_weights, handle, statistics)
 

@@ -9,8 +9,9 @@ Three functions are the derivatives of one sum, over the slots (t, j) that have 
     dots(y, g)     = dS/dw    w[t, j] = <y[r], g[t]>
 
 Each is linear in both operands, and the transposes of each are the other two: one primitive, of
-which `result` says which. All three gather, so nothing is scattered and sums have one order. GPUs
-have a kernel for each (cc/ops/moe_rows).
+which `result` says which. No sum is scattered, so all have one order. source [R] and destination
+[T, k] say the same, a row's slot and a slot's row. GPUs have a kernel for each (cc/ops/moe_rows),
+which goes by destination, and by source to know which rows are zeros.
 """
 
 from __future__ import annotations
@@ -158,7 +159,6 @@ _primitive = make_primitive(
         ),
         batch=_batch,
         is_local=True,
-        checked=lambda params: 0 if params.result == "y" and not params.fill else None,
     )
 )
 

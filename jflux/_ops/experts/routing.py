@@ -31,7 +31,8 @@ _MOST_EXPERTS_PORTABLE = 720
 
 class Routing(NamedTuple):
     """Where slots go. A slot is one choice of one token: slot ``t k + j`` is the j-th of token t.
-    Rows lie expert after expert, and within an expert in the order of slots. All are int32.
+    Rows lie expert after expert, and within an expert in the order of slots. All are int32. Who
+    makes or changes one keeps `destination` and `source` each other's inverse.
 
     Attributes:
       counts: [E], rows of each expert: the ``group_sizes`` of :func:`jflux.grouped_matmul`.

@@ -130,6 +130,18 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     return {"activation": np.int64(number), "gated": params.gated}
 
 
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
+    """Of rows alone it is one call, of all batches' rows beside each other."""
+    *arrays, sizes = operands
+    *of_arrays, of_sizes = dims
+    if of_sizes is not None:
+        return _product.bind_one_by_one(primitive, operands, dims, params=params)
+    count = next(a.shape[d] for a, d in zip(arrays, of_arrays, strict=True) if d is not None)
+    wide = [_product.interleaved(a, d, count) for a, d in zip(arrays, of_arrays, strict=True)]
+    results = primitive.bind(*wide, sizes * count, params=params)
+    return [r.reshape(-1, count, r.shape[1]) for r in results], [1] * len(results)
+
+
 _primitive = make_primitive(
     Op(
         name=OP,
@@ -145,9 +157,9 @@ _primitive = make_primitive(
                 is_optional=True,
             ),
         ),
-        batch=_product.bind_one_by_one,
+        batch=_batch,
         is_local=True,
-        checked=lambda params: 0,  # rows of no group may be anything
+        values=0,  # rows of no group may be anything
     )
 )
 

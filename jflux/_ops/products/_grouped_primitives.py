@@ -229,13 +229,6 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
 # ---- Batches -------------------------------------------------------------------------------------
 
 
-def _interleaved(a: Any, dim: int | None, count: int) -> Any:
-    """[count, M, ...] or [M, ...] -> [M count, ...]: the batch's rows beside each other, so that
-    groups stay whole."""
-    a = jnp.broadcast_to(a[:, None], (*a.shape[:1], count, *a.shape[1:])) if dim is None else a
-    return (a if dim is None else jnp.moveaxis(a, dim, 1)).reshape(-1, *a.shape[2:])
-
-
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     bind = functools.partial(primitive.bind, params=params)
     if params.terms > 1:
@@ -245,8 +238,8 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     batched_ws = [d is not None for d in w_dims]
     if sizes_dim is None and not any(batched_ws):
         count = (scale if x_dim is None else x).shape[scale_dim if x_dim is None else x_dim]
-        rows = [_interleaved(x, x_dim, count)]
-        rows += [] if scale is None else [_interleaved(scale, scale_dim, count)]
+        rows = [_product.interleaved(x, x_dim, count)]
+        rows += [] if scale is None else [_product.interleaved(scale, scale_dim, count)]
         results = bind(rows[0], *ws, sizes * count, *rows[1:])
         return [r.reshape(-1, count, r.shape[1]) for r in results], [1] * len(results)
     if sizes_dim is None and x_dim is None and scale_dim is None and all(batched_ws):
@@ -265,7 +258,10 @@ def _batch_terms(bind: Any, operands: Any, dims: Any, params: Params) -> Any:
     if params.scaled or dims[0] is None or any(d is not None for d in dims[count:]):
         return _product.batch_one_by_one(bind, operands, dims)
     size = operands[0].shape[dims[0]]
-    rows = [_interleaved(x, d, size) for x, d in zip(operands[:count], dims[:count], strict=True)]
+    rows = [
+        _product.interleaved(x, d, size)
+        for x, d in zip(operands[:count], dims[:count], strict=True)
+    ]
     *ws, sizes = operands[count:]
     results = bind(*rows, *ws, sizes * size)
     return [r.reshape(-1, size, r.shape[1]) for r in results], [1] * len(results)
@@ -308,7 +304,7 @@ grouped_matmul = make_primitive(
         batch=_batch,
         flops=_flops,
         is_local=True,
-        checked=lambda params: 1 if params.fill else 0,
+        values=1,
     )
 )
 grouped_matmul_dw = make_primitive(

@@ -355,17 +355,15 @@ def _takes_in_bfloat16(call: Call, machine: Machine) -> Plan | None:
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     plain, _, _ = _unpack(operands, params)
-    if params.terms > 1:
-        return _product.bind_one_by_one(primitive, operands, dims, params=params)
-    of_rows, sizes_at = len(plain), 1 + params.weights
-    in_rows = {0, of_rows, *([sizes_at + 1] if params.scaled else [])}
+    of_rows, sizes_at = len(plain), params.terms + params.weights
+    in_rows = {*range(params.terms), of_rows, *([sizes_at + 1] if params.scaled else [])}
     batched = {i for i, d in enumerate(dims) if d is not None}
     if not batched <= in_rows:
         return _product.bind_one_by_one(primitive, operands, dims, params=params)
     # The batch's rows beside each other, as without scales.
     count = next(operands[i].shape[dims[i]] for i in batched)
     wide = [
-        _grouped_primitives._interleaved(a, d, count) if i in in_rows else a
+        _product.interleaved(a, d, count) if i in in_rows else a
         for i, (a, d) in enumerate(zip(operands, dims, strict=True))
     ]
     wide[sizes_at] = wide[sizes_at] * count

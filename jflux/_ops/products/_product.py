@@ -359,6 +359,13 @@ def bind_one_by_one(primitive: Any, operands: Any, dims: Any, *, params: Any) ->
     return batch_one_by_one(bind, operands, dims)
 
 
+def interleaved(a: Any, dim: int | None, count: int) -> Any:
+    """[count, M, ...] or [M, ...] -> [M count, ...]: the batch's rows beside each other, so that
+    groups stay whole."""
+    a = jnp.broadcast_to(a[:, None], (*a.shape[:1], count, *a.shape[1:])) if dim is None else a
+    return (a if dim is None else jnp.moveaxis(a, dim, 1)).reshape(-1, *a.shape[2:])
+
+
 def batch_one_by_one(bind: Any, operands: Any, dims: Any) -> tuple[list[Any], list[int]]:
     """The calls of a batch, one after the other."""
     batched = [jnp.moveaxis(a, d, 0) for a, d in zip(operands, dims, strict=True) if d is not None]

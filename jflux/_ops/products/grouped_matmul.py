@@ -127,6 +127,7 @@ def grouped_matmul(
     )  # fmt: skip
     is_empty = 0 in (*x.shape, *ws[0].shape)
     if quantize is not None and (is_empty or not isinstance(x, Scaled) or quantize.block[0] != 1):
+        rest = rest if quantize.block[0] == 1 else "zeros"  # rows share a scale
         y = grouped_matmul(
             x, w, group_sizes, transpose_rhs=transpose_rhs, preferred_element_type=jnp.float32,
             activation=activation, gated=gated, row_scale=row_scale, recipe=recipe, rest=rest,
