@@ -95,6 +95,15 @@ def why_not_dtypes(
     return lib.why_not_formats(op, platform, *names) or None
 
 
+def why_not_rows(a: Any) -> str | None:
+    """Why kernels that read whole vectors do not take the rows of a [rows, columns], or None."""
+    if a.shape[1] * a.dtype.itemsize % VECTOR_BYTES == 0:
+        return None
+    return (
+        f"rows have {a.shape[1]} {a.dtype.name}, the kernels take multiples of {VECTOR_BYTES} bytes"
+    )
+
+
 def result_dtype(x: Any, w: Any) -> np.dtype | None:
     """The type of a product of these types, unless its call names another; None if no kernels
     multiply them."""

@@ -131,11 +131,16 @@ def is_filled(op: str, rest: str) -> bool:
     return rest == "zeros"
 
 
-def unread_rest() -> str:
-    """What rows hold that nobody reads, where no caller says. JAX reads them where it looks for
-    NaN, call by call."""
+def fills_unread() -> bool:
+    """Whether rows that nobody reads are zeros, where no caller says: where JAX looks for NaN, call
+    by call."""
     config: Any = jax.config
-    return "zeros" if config.jax_debug_nans else "undefined"
+    return bool(config.jax_debug_nans)
+
+
+def unread_rest() -> str:
+    """The same as the `rest` of a call."""
+    return "zeros" if fills_unread() else "undefined"
 
 
 def check_arrays(op: str, **arrays: Any) -> None:

@@ -20,7 +20,7 @@ class Options:
     alignment: int = 1
     layout: str = "expert"
     partial_sums: bool = False
-    rest: str = "zeros"
+    fill: bool = True  # rest="zeros"
 
 
 class Sizes(NamedTuple):

@@ -370,8 +370,8 @@ def _backward(
     dy, *own = cotangents
     dsums: list[Any] = [dy] if params.activation is None else [None] * params.weights
     if params.activation is not None and dy is not None:
-        of_activation = _activation_gradient.Params(params.activation, params.gated)
-        dsums = [*_activation_gradient.gradients(sums, dy, operands.routing.counts, of_activation)]
+        counts = operands.routing.counts
+        dsums = _activation_gradient.gradients(sums, dy, counts, params.epilogue)
     dsums = [total(pair) for pair in zip(dsums, own or [None] * len(dsums), strict=True)]
     routing = operands.routing
     dx = None
@@ -389,7 +389,7 @@ def _backward(
         dys, ws = zip(*((d.astype(w.dtype), w) for d, w in terms), strict=True)
         product = _grouped_primitives.Params(
             not params.transpose_rhs, np.dtype(x.dtype), terms=len(terms),
-            fill=local_ops.unread_rest() == "zeros",
+            fill=local_ops.fills_unread(),
         )  # fmt: skip
         (rows,) = _grouped_primitives.grouped_matmul.bind(*dys, *ws, routing.counts, params=product)
         summed = unpermute(rows, routing)

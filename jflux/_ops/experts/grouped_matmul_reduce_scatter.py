@@ -61,7 +61,7 @@ class Params:
     @property
     def product(self) -> _grouped_primitives.Params:
         """The grouped product alone, of whose rows the tokens' are read alone."""
-        fill = local_ops.unread_rest() == "zeros"
+        fill = local_ops.fills_unread()
         return _grouped_primitives.Params(self.transpose_rhs, self.out_dtype, fill=fill)
 
 
@@ -348,7 +348,7 @@ def _backward(
         if h is not None or w is not None:
             spread = moe_rows.spread(
                 gathered, operands.weights, operands.source, operands.destination,
-                fill=local_ops.unread_rest() == "zeros",
+                fill=local_ops.fills_unread(),
             )  # fmt: skip
             dy = total([spread, dy])
     dh = dw = None

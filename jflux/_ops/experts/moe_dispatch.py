@@ -164,11 +164,11 @@ def moe_dispatch(
         x, topk_indices, topk_weights, num_experts, meshes.axis_size(axes), quantize
     )
     _check_options(capacity, alignment, layout, on_overflow)
-    local_ops.is_filled("moe_dispatch", rest)
+    fill = local_ops.is_filled("moe_dispatch", rest)
     # Plain `lax` makes places, statistics and handles of them, which have one type.
     leaves, structure = jax.tree.flatten((x, indices, weights))
     x, indices, weights = jax.tree.unflatten(structure, meshes.vary_together(axes, *leaves))
-    options = _destinations.Options(on_overflow, capacity, alignment, layout, partial_sums, rest)
+    options = _destinations.Options(on_overflow, capacity, alignment, layout, partial_sums, fill)
     if node_axis is None:
         return _dispatch(x, indices, weights, _Params(num_experts, options, axis_name))
     # First to nodes, as if each were a rank with one expert.
@@ -279,7 +279,7 @@ def _kernel_params(indices: Any, params: _Params) -> _dispatch_primitives.Params
         capacity=-1 if options.capacity is None else int(options.capacity),
         alignment=int(options.alignment),
         stride=rows // experts if options.layout == "masked" else 0,
-        fill=options.rest == "zeros",
+        fill=options.fill,
     )  # fmt: skip
 
 

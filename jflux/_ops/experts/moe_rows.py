@@ -124,11 +124,8 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     results = {"g": (first, "float32"), "y": (first,), "w": ("float32",)}[params.result]
     if second != other or out not in results:
         return f"the kernels do not take {first} and {second} with a result of {out}"
-    if a.shape[1] * a.dtype.itemsize % _native.VECTOR_BYTES:
-        return (
-            f"rows have {a.shape[1]} {first}, the kernels take multiples of "
-            f"{_native.VECTOR_BYTES} bytes"
-        )
+    if why := _native.why_not_rows(a):
+        return why
     if 0 in (*a.shape, *b.shape, *arrays[2].shape, *destination.shape):
         return "an operand is empty"
     return None

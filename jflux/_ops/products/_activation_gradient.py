@@ -1,9 +1,9 @@
 """What follows the products of groups, with derivatives: backward, a primitive of its own that
-touches no row without a group. Kernel: cc/ops/activation_gradient."""
+touches no row without a group. Kernel: cc/ops/activation_gradient. Parameters of a call are its
+epilogue, an activation alone."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,24 +24,12 @@ from . import _product
 OP = "activation_gradient"
 
 
-@dataclasses.dataclass(frozen=True)
-class Params:
-    """A call, less its operands: dy, the sums, and the sizes of the groups."""
-
-    activation: str
-    gated: bool
-
-    @property
-    def epilogue(self) -> Epilogue:
-        return Epilogue((False,) * (1 + self.gated), self.activation, self.gated)
-
-
 def tangent(
     sums: Sequence[jax.Array],
     dsums: Sequence[jax.Array | None],
     y: jax.Array,
     sizes: jax.Array,
-    params: Params,
+    params: Epilogue,
 ) -> jax.Array:
     """That of y, the activated sums, from those of the sums (None: zero). Transposed, it gives the
     gradients of the sums, which may be anything in rows of no group."""
@@ -49,35 +37,35 @@ def tangent(
     return dy
 
 
-def activated(sums: Sequence[jax.Array], sizes: jax.Array, params: Params) -> jax.Array:
+def activated(sums: Sequence[jax.Array], sizes: jax.Array, params: Epilogue) -> jax.Array:
     """y, in the type of the sums, of which nothing else is kept for the backward pass."""
     (y,) = _activated(params, *sums, sizes)
     return y
 
 
 def gradients(
-    sums: Sequence[jax.Array], dy: jax.Array, sizes: jax.Array, params: Params
+    sums: Sequence[jax.Array], dy: jax.Array, sizes: jax.Array, params: Epilogue
 ) -> list[jax.Array]:
     """Those of the sums, from that of y. Rows of no group may be anything."""
     return list(_primitive.bind(dy.astype(sums[0].dtype), *sums, sizes, params=params))
 
 
-def _of_sums(params: Params, *operands: Any) -> Sequence[jax.Array]:
+def _of_sums(params: Epilogue, *operands: Any) -> Sequence[jax.Array]:
     *sums, _ = operands
-    return _epilogue.apply(params.epilogue, sums, (), sums[0].dtype)[0]
+    return _epilogue.apply(params, sums, (), sums[0].dtype)[0]
 
 
 def _tangents(
-    kept: Sequence[Any], tangents: Sequence[jax.Array | None], params: Params
+    kept: Sequence[Any], tangents: Sequence[jax.Array | None], params: Epilogue
 ) -> Sequence[jax.Array]:
     *sums, _ = kept
     pairs = zip(sums, tangents, strict=False)
     moving = [jnp.zeros_like(s) if d is None else d for s, d in pairs]
-    return _epilogue.tangents(params.epilogue, sums, moving)
+    return _epilogue.tangents(params, sums, moving)
 
 
 def _gradients(
-    kept: Sequence[Any], cotangents: Sequence[Any], wanted: Sequence[Any], params: Params
+    kept: Sequence[Any], cotangents: Sequence[Any], wanted: Sequence[Any], params: Epilogue
 ) -> Sequence[Any]:
     (dy,) = cotangents
     if dy is None:
@@ -86,7 +74,7 @@ def _gradients(
     return [*gradients(sums, dy, sizes, params), None]
 
 
-def _all(operands: Sequence[Any], params: Params) -> Sequence[Any]:
+def _all(operands: Sequence[Any], params: Epilogue) -> Sequence[Any]:
     return operands
 
 
@@ -104,33 +92,29 @@ _activated = derivatives.differentiated(
 # ---- The primitive -------------------------------------------------------------------------------
 
 
-def _reference(arrays: Arrays, params: Params) -> list[jax.Array]:
+def _reference(arrays: Arrays, params: Epilogue) -> list[jax.Array]:
     dy, *sums, _ = arrays
-    return _epilogue.gradient(params.epilogue, sums, [dy])
+    return _epilogue.gradient(params, sums, [dy])
 
 
-def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
+def _shapes(arrays: Arrays, params: Epilogue) -> Sequence[ShapeDtype]:
     return [(s.shape, s.dtype) for s in arrays[1:-1]]
 
 
-def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
+def _why_not(arrays: Arrays, params: Epilogue, platform: str) -> str | None:
     dy, *_, sizes = arrays
     if why := _native.why_not_dtypes(OP, "cuda", dy.dtype):
         return why
-    if dy.shape[1] * dy.dtype.itemsize % _native.VECTOR_BYTES:
-        return (
-            f"rows have {dy.shape[1]} {dy.dtype.name}, the kernel takes multiples of "
-            f"{_native.VECTOR_BYTES} bytes"
-        )
+    if why := _native.why_not_rows(dy):
+        return why
     return "an operand is empty" if 0 in (*dy.shape, *sizes.shape) else None
 
 
-def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
-    number = _native.number_of(params.activation, _native.ACTIVATIONS)
-    return {"activation": np.int64(number), "gated": params.gated}
+def _attributes(arrays: Arrays, params: Epilogue, plan: Plan) -> dict[str, Any]:
+    return {"activation": np.int64(params.number), "gated": params.gated}
 
 
-def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Epilogue) -> Any:
     """Of rows alone it is one call, of all batches' rows beside each other."""
     *arrays, sizes = operands
     *of_arrays, of_sizes = dims
@@ -164,7 +148,7 @@ _primitive = make_primitive(
 )
 
 
-def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
+def _jvp(primals: Any, tangents: Any, *, params: Epilogue) -> Any:
     """As the reference has it."""
     results = _primitive.bind(*primals, params=params)
     if not any(derivatives.none_if_zero(t) is not None for t in tangents[:-1]):

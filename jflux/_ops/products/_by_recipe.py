@@ -419,11 +419,15 @@ def quantized_copy(w: jax.Array, turned: bool, recipe: Recipe, scale: jax.Array 
     return _quantize.transposed(w, form.dtype, form.block, form.power_of_two, scale)
 
 
+def have_whole_blocks(*operands: Scaled) -> bool:
+    """Whether their scales are of whole blocks of k, which is last."""
+    return all(one.shape[-1] == BLOCK * one.scale.shape[-1] for one in operands)
+
+
 def one_term(xs: Sequence[Scaled], ws: Sequence[Scaled]) -> tuple[Sequence[Any], Sequence[Any]]:
     """Several terms as one over all of their k, where their scales are of whole blocks of k:
     kernels take one."""
-    each = [(one.shape[-1], one.scale.shape[-1]) for one in (*xs, *ws)]
-    if len(xs) == 1 or any(k != BLOCK * blocks for k, blocks in each):
+    if len(xs) == 1 or not have_whole_blocks(*xs, *ws):
         return xs, ws
     join = lambda *arrays: jnp.concatenate(arrays, -1)  # noqa: E731
     return [jax.tree.map(join, *xs)], [jax.tree.map(join, *ws)]

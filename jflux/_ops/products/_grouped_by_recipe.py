@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ..._call.derivatives import differentiated
 from .. import _scaled
 from .._recipe import QUANTIZED, WIDE, Format, QuantizedWeight, Recipe
-from .._scaled import BLOCK, Scaled
+from .._scaled import Scaled
 from . import _by_recipe, _grouped_primitives, _grouped_scaled
 from ._product import PRODUCT
 
@@ -90,7 +90,7 @@ def _sum_of_products(
     params: _Params,
 ) -> jax.Array:
     """Each w is [groups, n, k]."""
-    whole = all(one.shape[-1] == BLOCK * one.scale.shape[-1] for one in (*xs, *ws))
+    whole = _by_recipe.have_whole_blocks(*xs, *ws)
     # What kernels give; others are rounded once more.
     direct = (len(xs) == 1 or whole) and out in (WIDE, np.dtype(np.float32))
     wanted = out if direct else np.dtype(np.float32)

@@ -381,14 +381,14 @@ def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
     moved = [derivatives.none_if_zero(t) for t in (dx, *dws)]
     dsums = derivatives.tangents_of(_SUMS, sums, (x, tuple(ws), sizes), moved, params)
     # Recomputed from the sums in the backward pass: nothing else is kept.
+    if scale is None:
+        dy = _activation_gradient.tangent(sums, dsums, y, sizes, params.epilogue)
+        return [y, *(sums if params.sums else ())], [dy, *(dsums if params.sums else ())]
     finish = jax.checkpoint(
         functools.partial(_finish, epilogue=params.epilogue, out=params.out_dtype),
         prevent_cse=False,
     )
-    if scale is None:
-        of_activation = _activation_gradient.Params(params.activation, params.gated)
-        dy = _activation_gradient.tangent(sums, dsums, y, sizes, of_activation)
-    elif _is_zero(dscale):
+    if _is_zero(dscale):
         _, dy = jax.jvp(lambda sums: finish(sums, scale), (sums,), (dsums,))
     else:
         _, dy = jax.jvp(finish, (sums, scale), (dsums, dscale))

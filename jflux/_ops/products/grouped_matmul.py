@@ -226,9 +226,10 @@ def _by_recipe(
         return sums[0]
     name = PRODUCT if params.activation is None else PREACTIVATION
     if params.activation is not None and not row_scale and not reference:
-        call = _activation_gradient.Params(params.activation, params.gated)
         named = [checkpoint_name(s, name) for s in sums]
-        return checkpoint_name(_activation_gradient.activated(named, sizes, call), ACTIVATED)
+        return checkpoint_name(
+            _activation_gradient.activated(named, sizes, params.epilogue), ACTIVATED
+        )
     scales = [_grouped_primitives._masked(scale, sizes) for scale in row_scale]
 
     def finish(sums: Sequence[jax.Array], scales: Sequence[jax.Array]) -> jax.Array:
