@@ -6,8 +6,8 @@
 //                                                       or nothing (MoeRowsParams::fill)
 //   dots      y [R, C], g [T, C]        ->  f32 [T, k]  <y[destination[t, j]], g[t]>; else 0
 //
-// source i32 [R] and destination i32 [T, k] say the same; -1: there is none. Sums are in float32, and in the
-// order of j. Weights without a row do not count, whatever they are.
+// source i32 [R] and destination i32 [T, k] say the same; -1: there is none. Sums are in float32,
+// and in the order of j. Weights without a row do not count, whatever they are.
 //
 // On CPUs it is plain lax. Python: jflux/_ops/experts/moe_rows.py, which says how the three are
 // related.
