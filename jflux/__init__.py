@@ -12,6 +12,7 @@ from ._call.explain import explain as explain
 from ._call.flops import flops as flops
 from ._call.register import register as register
 from ._config import config as config
+from ._fuse.fuse import fuse as fuse
 from ._heap import heap_report as heap_report
 from ._heap import init as init
 from ._heap import shutdown as shutdown

@@ -210,7 +210,8 @@ def sum_dtype(out: np.dtype) -> np.dtype:
     """The type that epilogues compute in, and other sums of this type: float32, or float64."""
     if out.itemsize == 1:  # JAX promotes no 8-bit float, and nothing smaller
         return np.dtype(np.float32)
-    return jnp.promote_types(out, jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):  # a user's "strict" is for the user's arrays
+        return jnp.promote_types(out, jnp.float32)
 
 
 def apply(

@@ -1,0 +1,129 @@
+"""A body with its sites, evaluated: other equations are bound as they were, with their names and
+lines."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+
+from .._ranks import meshes
+from .bodies import Atom, type_of, where
+from .planning import BodyPlan
+from .sites import Site
+
+
+def evaluate(plan: BodyPlan, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """The body's results.
+
+    Args:
+      consts: of `plan.jaxpr.constvars`.
+      args: of `plan.jaxpr.invars`.
+    """
+    jaxpr = plan.jaxpr
+    values: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    values |= zip(jaxpr.invars, args, strict=True)
+
+    def read(atom: Atom) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for step in plan.steps:
+        if isinstance(step, Site):
+            made = _call(step, jaxpr.eqns[step.at], [read(atom) for atom in step.inputs])
+            values |= zip(step.outputs, made, strict=True)
+            continue
+        equation = jaxpr.eqns[step]
+        with _as_in(equation):
+            operands = [read(atom) for atom in equation.invars]
+            inner = plan.inner[step] if plan.changed(step) else None
+            results = _bind(equation, operands, inner)
+        values |= zip(equation.outvars, results, strict=True)
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+@contextlib.contextmanager
+def _as_in(equation: JaxprEqn) -> Iterator[None]:
+    """Equations are as those that `equation` was made with."""
+    info = equation.source_info
+    names = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=names), equation.ctx.manager:
+        yield
+
+
+def _call(site: Site, equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    """The results of a site, with the types of the equations that it stands for."""
+    with _as_in(equation), _naming(equation, site.op):
+        results = site.call(*operands)
+        return [_of_type(a, type_of(var)) for a, var in zip(results, site.outputs, strict=True)]
+
+
+@contextlib.contextmanager
+def _naming(equation: JaxprEqn, op: str) -> Iterator[None]:
+    """An error names the line that the op stands for."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"jflux.fuse took jflux.{op} for the collective at {where(equation)}")
+        raise
+
+
+def _of_type(array: Any, aval: Any) -> Any:
+    return meshes.vary(array, aval.manual_axis_type.varying)
+
+
+def _bind(
+    equation: JaxprEqn, operands: Sequence[Any], inner: Mapping[str, Sequence[BodyPlan]] | None
+) -> Sequence[Any]:
+    if inner is None:
+        params = equation.primitive.get_bind_params(equation.params)
+        results = equation.primitive.bind(*operands, **params)
+        return results if equation.primitive.multiple_results else [results]
+    if equation.primitive.name == "shard_map":
+        (plan,) = inner["jaxpr"]
+        return _shard_map(equation, operands, plan)
+    params = dict(equation.params)
+    for name, plans in inner.items():
+        old = equation.params[name]
+        bodies = old if isinstance(old, tuple | list) else (old,)
+        new = [_rewritten(one, plan) for one, plan in zip(bodies, plans, strict=True)]
+        params[name] = type(old)(new) if isinstance(old, tuple | list) else new[0]
+    params = equation.primitive.get_bind_params(params)
+    return equation.primitive.bind(*operands, **params)
+
+
+def _shard_map(equation: JaxprEqn, operands: Sequence[Any], plan: BodyPlan) -> Sequence[Any]:
+    params = equation.params
+
+    def body(*args: Any) -> tuple[Any, ...]:
+        return tuple(evaluate(plan, (), args))
+
+    return jax.shard_map(
+        body, mesh=params["mesh"], in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]), axis_names=set(params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )(*operands)  # fmt: skip
+
+
+def _rewritten(body: Any, plan: BodyPlan) -> Any:
+    """The body as a jaxpr with its sites."""
+    if plan.is_same:
+        return body
+    new = jax.make_jaxpr(_as_function(body, plan))(*(type_of(var) for var in plan.jaxpr.invars))
+    return new if isinstance(body, ClosedJaxpr) else new.jaxpr
+
+
+def _as_function(body: Any, plan: BodyPlan) -> Callable[..., Any]:
+    if id(body) not in plan.functions:
+        consts = tuple(getattr(body, "consts", ()))
+        plan.functions[id(body)] = body, functools.partial(evaluate_flat, plan, consts)
+    return plan.functions[id(body)][1]
+
+
+def evaluate_flat(plan: BodyPlan, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """:func:`evaluate` as a function of the body's arguments."""
+    return evaluate(plan, consts, args)

@@ -1,0 +1,134 @@
+"""What a few equations compute from one array, as a term that does not depend on how it was
+written: calls are inlined, and shapes and types of variation left out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from .bodies import Atom, Body, equations_of, type_of
+
+#: A number, "x", or (primitive, parameters, *operands).
+Term = Any
+
+#: Primitives that run a body, by the parameter that holds it.
+CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+#: Parameters that say nothing about what is computed.
+SILENT = ("sharding", "out_sharding", "accuracy", "weak_type", "shape", "dimensions", "axes")
+#: Equations with more parts are no activation.
+MOST = 64
+
+
+class _NoTermError(Exception):
+    """It depends on something else, or is too long."""
+
+
+def term(body: Body, result: Atom, leaf: Var) -> Term | None:
+    """What `result` is, computed from `leaf` alone; None: it is not."""
+    try:
+        return _Reader().read(body.jaxpr, body.maker, result, {leaf: "x"})
+    except _NoTermError:
+        return None
+
+
+def is_constant(body: Body, atom: Atom) -> bool:
+    """Whether it is made of numbers in the program alone."""
+    index = body.made_by(atom)
+    if index is None:
+        return isinstance(atom, Literal)
+    equation = body.equations[index]
+    moves = ("pvary", "pcast", "broadcast_in_dim", "convert_element_type")
+    return equation.primitive.name in moves and is_constant(body, equation.invars[0])
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.parts = 0
+
+    def read(
+        self, jaxpr: Jaxpr, maker: Mapping[Var, int], atom: Atom, known: dict[Var, Term]
+    ) -> Term:
+        self.parts += 1
+        if self.parts > MOST:
+            raise _NoTermError
+        if isinstance(atom, Literal):
+            return _number(atom)
+        if atom in known:
+            return known[atom]
+        if atom not in maker:
+            raise _NoTermError
+        equation = jaxpr.eqns[maker[atom]]
+        operands = [self.read(jaxpr, maker, one, known) for one in equation.invars]
+        found = self._of(equation, equation.outvars.index(atom), operands)
+        known[atom] = found
+        return found
+
+    def _of(self, equation: JaxprEqn, at: int, operands: list[Term]) -> Term:
+        name, params = equation.primitive.name, equation.params
+        if name in CALLS:
+            body = params[CALLS[name]]
+            if getattr(body, "consts", ()):
+                raise _NoTermError
+            inner = Body(equations_of(body))
+            known = dict(zip(inner.jaxpr.invars, operands, strict=True))
+            return self.read(inner.jaxpr, inner.maker, inner.jaxpr.outvars[at], known)
+        if name in ("pvary", "pcast", "broadcast_in_dim", "copy"):
+            return operands[0]
+        if name == "convert_element_type" and isinstance(operands[0], float):
+            return float(np.asarray(operands[0]).astype(params["new_dtype"]))
+        if len(equation.outvars) > 1:
+            raise _NoTermError
+        if name in ("add", "mul", "max", "add_any"):
+            operands = sorted(operands, key=repr)
+        said = {k: str(v) for k, v in params.items() if k not in SILENT and v is not None}
+        return name, tuple(sorted(said.items())), *operands
+
+
+def _number(literal: Literal) -> float:
+    """As its type holds it."""
+    aval = type_of(literal)
+    if aval.shape or not jnp.issubdtype(aval.dtype, np.number):
+        raise _NoTermError
+    return float(np.asarray(literal.val).astype(aval.dtype))
+
+
+ROOT = float(np.sqrt(2))
+SLOPE = float(np.sqrt(2 / np.pi))
+
+
+#: Activations of the ops, as programs write them.
+WRITTEN: Mapping[str, tuple[Callable[[jax.Array], jax.Array], ...]] = {
+    "silu": (jax.nn.silu, lambda x: x * jax.nn.sigmoid(x), lambda x: x / (1 + jnp.exp(-x))),
+    "relu": (jax.nn.relu, lambda x: jnp.maximum(x, 0)),
+    "gelu_tanh": (
+        functools.partial(jax.nn.gelu, approximate=True),
+        lambda x: 0.5 * x * (1 + jnp.tanh(SLOPE * (x + 0.044715 * x**3))),
+        lambda x: 0.5 * x * (1 + jnp.tanh(SLOPE * (x + 0.044715 * x * x * x))),
+    ),
+    "gelu": (
+        functools.partial(jax.nn.gelu, approximate=False),
+        lambda x: 0.5 * x * (1 + jax.lax.erf(x / ROOT)),
+        lambda x: x * 0.5 * (1 + jax.lax.erf(x / ROOT)),
+    ),
+}
+
+
+@functools.lru_cache
+def activations(dtype: np.dtype) -> Mapping[Term, str]:
+    """The names of the ops' activations, by their terms for arrays of this type."""
+    found: dict[Term, str] = {}
+    with jax.numpy_dtype_promotion("standard"):
+        for name, ways in WRITTEN.items():
+            for way in ways:
+                jaxpr = jax.make_jaxpr(way)(jax.ShapeDtypeStruct((2,), dtype))
+                body = Body(equations_of(jaxpr))
+                (x,), (result,) = body.jaxpr.invars, body.jaxpr.outvars
+                found[term(body, result, x)] = name
+    found.pop(None, None)
+    return found

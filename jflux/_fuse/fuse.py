@@ -1,0 +1,194 @@
+"""The transformation of functions."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from .._ranks import meshes
+from .bodies import where
+from .evaluate import evaluate
+from .planning import BodyPlan, Planner
+from .report import Report
+from .rules import OPS
+from .sites import Scope
+
+#: Traces that a fused function remembers.
+MOST = 64
+
+
+def fuse(
+    f: Callable[..., Any],
+    *,
+    only: Collection[str] | None = None,
+    skip: Collection[str] = (),
+) -> Fused:
+    """f, with jflux's ops in place of its products and collectives::
+
+        step = jax.jit(jflux.fuse(step))
+
+    f is traced, as by `jax.checkpoint`, and the jaxpr is searched for collectives over axes of
+    ``jax.shard_map`` that stand beside a product: in `shard_map`'s body and the bodies of loops,
+    branches, ``jax.jit``, `jax.checkpoint` and functions with derivatives of their own.
+
+    ====================================================  ======================================
+    in the program, through transposes, reshapes, casts   becomes
+    ====================================================  ======================================
+    `all_gather`, which one or several products multiply  :func:`jflux.all_gather_matmul`
+    sum of products, then `psum_scatter`; plus an array   :func:`jflux.matmul_reduce_scatter`
+    product, then `psum`; plus an array                   :func:`jflux.matmul_all_reduce`
+    ====================================================  ======================================
+
+    All else stays as it is, equation for equation. Results are those of f but for rounding: the ops
+    sum in float32, and round once.
+
+    Fuse the whole step, derivatives and all: what the backward pass gathers and scatters is found
+    as the forward pass' is. In ``jax.grad(jflux.fuse(loss))`` the ops' own derivatives take its
+    place. `fuse` composes with all of JAX's transformations.
+
+    Args:
+      f: a function of pytrees. Arrays in its arguments are traced, and all else, Python's numbers
+        too, goes to it as it is.
+      only: the ops to take, such as "all_gather_matmul", or lines of the program, as reports name
+        them ("model.py:120"): nothing else changes. None: all.
+      skip: ops and lines to leave as they are.
+
+    Returns:
+      The function, with a method `report`: which sites were found, and why others were not.
+
+    Raises:
+      TypeError: f is no function.
+      ValueError: an op that does not exist.
+
+    Examples:
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "tp")
+      >>> def layer(x, w):
+      ...     return jax.lax.all_gather(x, "tp", tiled=True) @ w
+      >>> specs = P("tp"), P(None, "tp")
+      >>> layer = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P(None, "tp"))
+      >>> layer = jflux.fuse(layer)
+      >>> [site.op for site in layer.report(jnp.ones((64, 32)), jnp.ones((32, 128)))]
+      ['all_gather_matmul']
+      >>> jax.jit(layer)(jnp.ones((64, 32)), jnp.ones((32, 128))).shape
+      (64, 128)
+    """
+    if not callable(f):
+        raise TypeError(f"jflux.fuse: f must be a function, got {type(f).__name__}")
+    only = None if only is None else _checked("only", only)
+    return Fused(f, only, _checked("skip", skip))
+
+
+def _checked(name: str, wanted: Collection[str]) -> tuple[str, ...]:
+    wanted = (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    for one in wanted:
+        if one not in OPS and ":" not in one:
+            raise ValueError(
+                f"jflux.fuse: {name}={one!r} must be a line such as 'model.py:120', or one of "
+                f"{', '.join(OPS)}"
+            )
+    return wanted
+
+
+class Fused:
+    """A function whose collectives are jflux's. Made by :func:`jflux.fuse`."""
+
+    def __init__(
+        self, f: Callable[..., Any], only: tuple[str, ...] | None, skip: tuple[str, ...]
+    ) -> None:
+        functools.update_wrapper(self, f)
+        self._f, self._only, self._skip = f, only, skip
+        self._functions: collections.OrderedDict[Hashable, _Flat] = collections.OrderedDict()
+        self._plans: collections.OrderedDict[Hashable, tuple[Any, BodyPlan]]
+        self._plans = collections.OrderedDict()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        jaxpr, plan, arrays, tree = self._planned(args, kwargs)
+        return jax.tree.unflatten(tree, evaluate(plan, jaxpr.consts, arrays))
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def report(self, *args: Any, **kwargs: Any) -> Report:
+        """What is found in a call. Nothing runs.
+
+        Args:
+          *args, **kwargs: of the function; `jax.ShapeDtypeStruct` may stand for arrays.
+
+        Returns:
+          The sites, in the order of the program: a :class:`Report`, which prints as a table.
+        """
+        _, plan, _, _ = self._planned(args, kwargs)
+        return Report.of(plan)
+
+    def _planned(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, BodyPlan, list[Any], Any]:
+        """(the jaxpr, its plan, the arrays that it takes, the results' tree)."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        is_array = tuple(isinstance(leaf, _ARRAYS) for leaf in leaves)
+        arrays = [leaf for leaf, is_ in zip(leaves, is_array, strict=True) if is_]
+        others = [leaf for leaf, is_ in zip(leaves, is_array, strict=True) if not is_]
+        key = tree, is_array, tuple((type(leaf), leaf) for leaf in others)
+        flat = _remembered(
+            self._functions, key, lambda: _Flat(self._f, tree, is_array, tuple(others))
+        )
+        jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+        mesh = jax.sharding.get_abstract_mesh()
+        axes = {name: mesh.shape[name] for name in mesh.manual_axes}
+        scope = Scope(axes, meshes.platform(), self._wants)
+        planned_by = id(jaxpr.jaxpr), tuple(axes.items()), scope.platform
+        # Beside its jaxpr, whose id would be another's once it is gone.
+        _, plan = _remembered(
+            self._plans, planned_by, lambda: (jaxpr, Planner().plan(jaxpr, scope))
+        )
+        return jaxpr, plan, arrays, jax.tree.structure(shapes)
+
+    def _wants(self, op: str, equation: JaxprEqn) -> bool:
+        names = {op}
+        line = where(equation).split(" ")[0]  # less the function's name
+
+        def is_in(wanted: Sequence[str]) -> bool:
+            return any(one in names or (":" in one and line.endswith(one)) for one in wanted)
+
+        return (self._only is None or is_in(self._only)) and not is_in(self._skip)
+
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+class _Flat:
+    """f as a function of its arrays alone. JAX remembers its traces as long as it exists."""
+
+    def __init__(
+        self, f: Callable[..., Any], tree: Any, is_array: Sequence[bool], others: Sequence[Any]
+    ) -> None:
+        functools.update_wrapper(self, f)
+        self._f, self._tree, self._is_array, self._others = f, tree, is_array, others
+
+    def __call__(self, *arrays: Any) -> Any:
+        of_arrays, others = iter(arrays), iter(self._others)
+        leaves = [next(of_arrays if is_ else others) for is_ in self._is_array]
+        args, kwargs = jax.tree.unflatten(self._tree, leaves)
+        return self._f(*args, **kwargs)
+
+
+def _remembered(
+    known: collections.OrderedDict[Hashable, Any], key: Hashable, make: Callable[[], Any]
+) -> Any:
+    """What `known` has under the key, or what is made now; not remembered if the key has no hash.
+    The oldest are forgotten."""
+    try:
+        found = known.get(key)
+    except TypeError:
+        return make()
+    if found is None:
+        found = known[key] = make()
+        while len(known) > MOST:
+            known.popitem(last=False)
+    return found

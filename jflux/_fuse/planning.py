@@ -1,0 +1,185 @@
+"""The sites of a body and of the bodies in it, and an order in which it can be evaluated."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+from .bodies import BODIES, Body, dropped_with, equations_of, inner_bodies
+from .rules import RULES
+from .sites import Context, Declined, Scope, Site
+
+#: An equation, by index, or a site.
+Step = int | Site
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BodyPlan:
+    """How a body is evaluated.
+
+    Attributes:
+      declined: why collectives have no site, or none beside a product.
+      inner: by equation and parameter, the plans of the bodies in it.
+      steps: what to evaluate, in order.
+      functions: of the bodies that are evaluated so, by id, beside each body: always the same one,
+        so that JAX finds what it has traced.
+    """
+
+    jaxpr: Jaxpr
+    sites: tuple[Site, ...]
+    declined: tuple[Declined, ...]
+    inner: Mapping[int, Mapping[str, tuple[BodyPlan, ...]]]
+    steps: tuple[Step, ...]
+    functions: dict[int, tuple[Any, Callable[..., Any]]] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def is_same(self) -> bool:
+        """Whether no site is in it, or in a body in it."""
+        return not self.sites and not any(self.changed(index) for index in self.inner)
+
+    def changed(self, index: int) -> bool:
+        """Whether an equation has a body with a site."""
+        bodies = self.inner.get(index, {}).values()
+        return not all(plan.is_same for plans in bodies for plan in plans)
+
+
+class Planner:
+    """Plans each body once for each scope: equations may share one."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, BodyPlan] = {}
+
+    def plan(self, body: Jaxpr | ClosedJaxpr, scope: Scope) -> BodyPlan:
+        jaxpr = equations_of(body)
+        key = id(jaxpr), tuple(scope.axes.items()), scope.platform
+        if key not in self._known:
+            self._known[key] = self._plan(jaxpr, scope)
+        return self._known[key]
+
+    def _plan(self, jaxpr: Jaxpr, scope: Scope) -> BodyPlan:
+        body = Body(jaxpr)
+        context, declined = _find(body, scope)
+        steps, late = _in_order(body, context.sites)
+        sites = tuple(site for site in context.sites if site not in late)
+        declined += [Declined(site.op, site.at, CYCLE) for site in late]
+        inner = {
+            index: {
+                name: tuple(self.plan(one, inside(equation, scope)) for one in bodies)
+                for name, bodies in inner_bodies(equation)
+            }
+            for index, equation in enumerate(body.equations)
+            if equation.primitive.name in BODIES
+        }
+        return BodyPlan(jaxpr, sites, tuple(declined), inner, tuple(steps))
+
+
+NOT_WANTED = "`only` or `skip` leaves it out"
+CYCLE = "other sites need a part of its results before they can make its operands"
+
+
+def _find(body: Body, scope: Scope) -> tuple[Context, list[Declined]]:
+    """(the sites, why others are none)."""
+    context = Context(body, scope)
+    declined: dict[int, Declined] = {}
+    for rules in RULES if scope.axes else ():
+        for index, equation in enumerate(body.equations):
+            rule = rules.get(equation.primitive.name)
+            if rule is None or not context.is_free(index):
+                continue
+            found = rule(body, index, context)
+            if isinstance(found, Declined):  # the first reason counts, if no rule finds more
+                declined.setdefault(index, found)
+            elif found is not None and not scope.wanted(found.op, equation):
+                declined.setdefault(index, Declined(found.op, index, NOT_WANTED))
+            elif found is not None:
+                context.add(found)
+    return context, list(declined.values())
+
+
+def inside(equation: JaxprEqn, scope: Scope) -> Scope:
+    """Where the bodies of an equation run."""
+    if equation.primitive.name != "shard_map":
+        return scope
+    mesh = equation.params["mesh"]
+    axes = dict(scope.axes)
+    axes |= {name: mesh.shape[name] for name in equation.params["newly_manual_axes"]}
+    device = getattr(mesh, "abstract_mesh", mesh).abstract_device
+    platform = scope.platform if device is None else device.platform
+    return dataclasses.replace(scope, axes=axes, platform=platform)
+
+
+def _in_order(body: Body, sites: Sequence[Site]) -> tuple[list[Step], list[Site]]:
+    """(what to evaluate, in the order of the equations as far as possible; sites that are left out,
+    since they would need each other's results)."""
+    left_out: list[Site] = []
+    while True:
+        taken = [site for site in sites if site not in left_out]
+        order = _Order(body, taken)
+        if order.cycle is None:
+            return order.steps, left_out
+        left_out.append(order.cycle)
+
+
+class _Order:
+    """An order by depth-first search: a site comes when one of its results is needed, or else where
+    its last equation was.
+
+    Attributes:
+      cycle: a site that cannot be evaluated; None: all can.
+    """
+
+    def __init__(self, body: Body, sites: Sequence[Site]) -> None:
+        self.body = body
+        self.steps: list[Step] = []
+        self.cycle: Site | None = None
+        self._site_of = {var: site for site in sites for var in site.outputs}
+        members = {index: site for site in sites for index in site.members}
+        needed = {var for site in sites for var in site.inputs if isinstance(var, Var)}
+        gone = dropped_with(body, members, needed)
+        last = {max(site.members): site for site in sites}
+        effects = body.effectful
+        self._before = dict(zip(effects[1:], effects[:-1], strict=False))
+        self._done: set[int] = set()
+        for index in range(len(body.equations)):
+            if index in last:
+                self._visit(last[index])
+            elif index not in gone:
+                self._visit(index)
+            if self.cycle is not None:
+                return
+
+    def _visit(self, step: Step) -> None:
+        todo: list[tuple[Step, bool]] = [(step, False)]
+        open_: dict[int, Step] = {}
+        while todo:
+            step, is_ready = todo.pop()
+            key = step if isinstance(step, int) else id(step)
+            if key in self._done:
+                continue
+            if is_ready:
+                self._done.add(key)
+                del open_[key]
+                self.steps.append(step)
+                continue
+            if key in open_:
+                sites = [s for s in open_.values() if isinstance(s, Site)]
+                self.cycle = sites[-1]
+                return
+            open_[key] = step
+            todo.append((step, True))
+            todo += [(one, False) for one in reversed(self._needs(step))]
+
+    def _needs(self, step: Step) -> list[Step]:
+        atoms = self.body.equations[step].invars if isinstance(step, int) else step.inputs
+        needs: list[Step] = []
+        for atom in atoms:
+            index = self.body.made_by(atom)
+            if index is not None:
+                needs.append(self._site_of.get(cast(Var, atom), index))
+        if isinstance(step, int) and step in self._before:
+            needs.append(self._before[step])
+        return needs

@@ -1,0 +1,107 @@
+"""What `fuse` found in a function."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator
+
+from jax.extend.core import JaxprEqn
+
+from .._call.explain import describe
+from .bodies import type_of, where
+from .planning import BodyPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A collective of the program.
+
+    Attributes:
+      op: the op that stands for it; of one that stays as it is, the op that was looked for.
+      where: its line of the program.
+      operand: shape and type of one rank's operand, such as "bfloat16[1024, 4096]".
+      taken: whether the op stands for it.
+      reason: why it stays as it is, or why the op hides nothing in a product.
+      before: the equations that the op stands for, by their primitives' names.
+      hidden: bytes that reach a rank while it multiplies, in one call.
+      calls: how often the line runs in one call of the function, as far as loops have a length.
+    """
+
+    op: str
+    where: str
+    operand: str
+    taken: bool
+    reason: str | None = None
+    before: tuple[str, ...] = ()
+    hidden: int = 0
+    calls: int = 1
+
+    def __str__(self) -> str:
+        times = f", {self.calls} times" if self.calls > 1 else ""
+        head = f"{self.where}  {self.operand}{times}"
+        if not self.taken:
+            return f"{head}\n  no {self.op}: {self.reason}"
+        counts = collections.Counter(self.before)
+        parts = [name if n == 1 else f"{n} {name}" for name, n in counts.items()]
+        note = self.reason or f"{self.hidden / (1 << 20):.2f} MiB beside the product"
+        return f"{head}\n  {' + '.join(parts)} -> {self.op}  ({note})"
+
+
+class Report(tuple[Found, ...]):
+    """The collectives of a function, in the order of the program. Prints as a report."""
+
+    @classmethod
+    def of(cls, plan: BodyPlan) -> Report:
+        return cls(_found(plan, 1))
+
+    @property
+    def taken(self) -> tuple[Found, ...]:
+        """Those for which an op stands."""
+        return tuple(found for found in self if found.taken)
+
+    def __str__(self) -> str:
+        if not self:
+            return "no collective over an axis of a shard_map"
+        hidden = sum(found.hidden * found.calls for found in self)
+        calls = sum(found.calls for found in self.taken)
+        total = sum(found.calls for found in self)
+        last = (
+            f"{calls} of {total} collectives are jflux's; "
+            f"{hidden / (1 << 20):.2f} MiB reach a rank beside products"
+        )
+        return "\n".join([*map(str, self), last])
+
+    __repr__ = __str__  # what a session or a notebook shows
+
+
+def _found(plan: BodyPlan, calls: int) -> Iterator[Found]:
+    """Those of a body and the bodies in it."""
+    equations = plan.jaxpr.eqns
+    sites = {site.at: site for site in plan.sites}
+    declined = {one.at: one for one in plan.declined}
+    for index, equation in enumerate(equations):
+        if index in sites or index in declined:
+            site, no = sites.get(index), declined.get(index)
+            op = site.op if site else no.op  # type: ignore[union-attr]
+            members = sorted(site.members) if site else ()
+            is_fused = site is not None and site.hidden > 0
+            yield Found(
+                op, where(equation), describe([type_of(equation.invars[0])]), site is not None,
+                reason=no.reason if no is not None and not is_fused else None,
+                before=tuple(_name(equations[i]) for i in members),
+                hidden=site.hidden if site else 0, calls=calls,
+            )  # fmt: skip
+        for plans in plan.inner.get(index, {}).values():
+            for inner in plans:
+                yield from _found(inner, calls * _length(equation))
+
+
+def _name(equation: JaxprEqn) -> str:
+    """Its primitive's; of a call, that of the function."""
+    name = equation.primitive.name
+    return equation.params["name"] if name == "jit" else name
+
+
+def _length(equation: JaxprEqn) -> int:
+    return equation.params["length"] if equation.primitive.name == "scan" else 1

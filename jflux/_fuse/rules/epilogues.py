@@ -1,0 +1,163 @@
+"""What is done to products before anybody else needs them: bias, activation, gate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.extend.core import Literal, Var
+
+from ..bodies import Atom, Body, has_effects, type_of
+from ..expressions import activations, is_constant, term
+from ..products import Product
+from ..sites import Context
+from ..views import reshaped
+from .summands import ADDS
+
+#: The most equations of an activation.
+MOST = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """An epilogue of :func:`jflux.all_gather_matmul`.
+
+    Attributes:
+      biases: of each product, or None.
+      results: what the op makes: of each product, or the one gated result.
+      members: the equations that it stands for.
+    """
+
+    biases: tuple[Atom | None, ...]
+    activation: str | None
+    gated: bool
+    results: tuple[Var, ...]
+    members: tuple[int, ...]
+
+    @property
+    def inputs(self) -> tuple[Atom, ...]:
+        return tuple(bias for bias in self.biases if bias is not None)
+
+    def bias(self, arrays: Sequence[jax.Array]) -> list[jax.Array | None] | None:
+        """The op's argument, of `inputs`."""
+        if not arrays:
+            return None
+        rest = iter(arrays)
+        return [None if b is None else reshaped(a := next(rest), (a.size,)) for b in self.biases]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What was made of one product so far."""
+
+    result: Var
+    bias: Atom | None = None
+    members: tuple[int, ...] = ()
+
+
+def find(body: Body, products: Sequence[Product], context: Context) -> Found:
+    """The epilogue of products of one form, which come in the op's order: a gate before the other.
+    One that does nothing, if there is none."""
+    steps = [_biased(body, product, context) for product in products]
+    if len(products) == 2:
+        gated = _gated(body, steps[0], steps[1], context)
+        if gated is not None:
+            return gated
+    if len(products) == 1:
+        (one,) = steps
+        activated = _activated(body, one.result, context)
+        if activated is not None:
+            name, result, members = activated
+            return Found((one.bias,), name, False, (result,), (*one.members, *members))
+    return Found(
+        tuple(step.bias for step in steps), None, False, tuple(step.result for step in steps),
+        tuple(member for step in steps for member in step.members),
+    )  # fmt: skip
+
+
+def _biased(body: Body, product: Product, context: Context) -> _Step:
+    (y,) = product.equation.outvars
+    user = body.only_user(y)
+    plain = _Step(y)
+    if product.side == 1 or user is None or not context.is_free(user):
+        return plain
+    equation = body.equations[user]
+    if equation.primitive.name not in ADDS or type_of(equation.outvars[0]) != type_of(y):
+        return plain
+    one, other = equation.invars
+    bias = _vector(body, other if one is y else one, product.w.n)
+    if bias is None or type_of(bias).dtype != type_of(y).dtype:
+        return plain
+    return _Step(equation.outvars[0], bias, (user,))
+
+
+def _vector(body: Body, atom: Atom, columns: tuple[int, ...]) -> Atom | None:
+    """The array of so many columns that is the same in all rows of this one."""
+    while not isinstance(atom, Literal):
+        shape = type_of(atom).shape
+        lead = len(shape) - len(columns)
+        if lead >= 0 and shape[lead:] == columns and set(shape[:lead]) <= {1}:
+            return atom
+        index = body.made_by(atom)
+        if index is None or body.equations[index].primitive.name != "broadcast_in_dim":
+            return None
+        equation = body.equations[index]
+        (source,) = equation.invars
+        dimensions = tuple(equation.params["broadcast_dimensions"])
+        if dimensions != tuple(range(len(shape) - len(dimensions), len(shape))):
+            return None
+        atom = source
+    return None
+
+
+def _activated(body: Body, y: Var, context: Context) -> tuple[str, Var, tuple[int, ...]] | None:
+    """(the activation, its result, its equations) of a y that nothing else uses."""
+    inside: dict[Var, None] = {y: None}
+    members: list[int] = []
+    names = activations(np.dtype(type_of(y).dtype))
+    while len(members) < MOST:
+        users = sorted({u for var in inside for u in body.users.get(var, ())} - set(members))
+        if not users or users[0] == Body.RESULT:
+            return None
+        index = users[0]
+        equation = body.equations[index]
+        fits = context.is_free(index) and not has_effects(equation)
+        variables = [one for one in equation.invars if isinstance(one, Var)]
+        others = [one for one in variables if one not in inside]
+        if not fits or len(equation.outvars) > 1 or not all(is_constant(body, o) for o in others):
+            return None
+        members.append(index)
+        (result,) = equation.outvars
+        inside[result] = None
+        closed = all(
+            user in members for var in inside if var is not result for user in body.users[var]
+        )
+        if closed and type_of(result) == type_of(y):
+            name = names.get(term(body, result, y))
+            if name is not None and not _is_copied(body, result):
+                return name, result, tuple(members)
+    return None
+
+
+def _is_copied(body: Body, var: Var) -> bool:
+    """Whether nothing but a copy is made of it: that is the activation's result, then."""
+    user = body.only_user(var)
+    return user is not None and body.equations[user].primitive.name == "copy"
+
+
+def _gated(body: Body, gate: _Step, other: _Step, context: Context) -> Found | None:
+    """``activation(gate) * other``, which nothing else uses."""
+    activated = _activated(body, gate.result, context)
+    if activated is None:
+        return None
+    name, result, members = activated
+    user = body.only_user(result)
+    if user is None or user != body.only_user(other.result) or not context.is_free(user):
+        return None
+    equation = body.equations[user]
+    if equation.primitive.name != "mul" or type_of(equation.outvars[0]) != type_of(result):
+        return None  # both are its operands, since it uses both
+    every = (*gate.members, *other.members, *members, user)
+    return Found((gate.bias, other.bias), name, True, tuple(equation.outvars), every)

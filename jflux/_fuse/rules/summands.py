@@ -1,0 +1,288 @@
+"""The products whose sum a collective takes, and what is added to its result."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal, Var
+
+from ..bodies import Atom, Body, type_of
+from ..products import Product, as_product
+from ..sites import Context
+from ..views import Atoms, Dimension, View, rearranged, reshaped
+
+ADDS = ("add", "add_any")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the array that a collective takes is made of y [*rows, n], by atoms that are numbered in
+    y's order.
+
+    Attributes:
+      sizes: of the atoms.
+      rows: the dimensions of y's rows.
+      columns: all atoms of n.
+      taken: the dimensions of the array that the collective takes.
+      moved: those of its dimensions that the collective makes longer or shorter.
+      units: the atoms of each of these: a dimension of rows, or the first atoms of n.
+    """
+
+    sizes: tuple[int, ...]
+    rows: tuple[Dimension, ...]
+    columns: Dimension
+    taken: tuple[Dimension, ...]
+    moved: tuple[int, ...]
+
+    @property
+    def units(self) -> list[Dimension]:
+        return [self.taken[i] for i in self.moved]
+
+    @property
+    def axes(self) -> list[int]:
+        """Which of y's dimensions they are in."""
+        rows = list(self.rows)
+        return [rows.index(unit) if unit in rows else len(rows) for unit in self.units]
+
+    def row_sizes(self) -> list[int]:
+        return [View.of(self.sizes).atoms.size(d) for d in self.rows]
+
+    def of_result(self, y: jax.Array, factors: Sequence[Fraction]) -> jax.Array:
+        """The collective's result, of the op's. `factors`: by which it changes the sizes of the
+        dimensions that it moves."""
+        atoms, y_dimensions, result = self._after(factors)
+        return rearranged(y, atoms, y_dimensions, result)
+
+    def as_result(self, array: jax.Array, factors: Sequence[Fraction]) -> jax.Array:
+        """`of_result`, the other way round."""
+        atoms, y_dimensions, result = self._after(factors)
+        return rearranged(array, atoms, result, y_dimensions)
+
+    def _after(self, factors: Sequence[Fraction]) -> tuple[Atoms, list[Dimension], list[Dimension]]:
+        """The dimensions of the op's result and of the collective's."""
+        atoms = View.of(self.sizes).atoms
+        y, result = [*self.rows, self.columns], list(self.taken)
+        for at, unit, factor in zip(self.moved, self.units, factors, strict=True):
+            part = result[at] = atoms.new(int(atoms.size(unit) * factor))
+            for i, dimension in enumerate(y):
+                if dimension[: len(unit)] == unit:
+                    y[i] = (*part, *dimension[len(unit) :])
+        return atoms, y, result
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """One product of the sum."""
+
+    product: Product
+    layout: Layout
+
+    def x(self, array: jax.Array) -> jax.Array:
+        """[*rows, k]."""
+        k = int(np.prod(self.product.w.k, dtype=np.int64))
+        return reshaped(array, (*self.layout.row_sizes(), k))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """The sum of the terms.
+
+    Attributes:
+      members: the equations that make it, of products and what is between.
+      dtype: of the summed array.
+    """
+
+    terms: tuple[Term, ...]
+    members: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def inputs(self) -> tuple[Atom, ...]:
+        """All x, and all w."""
+        products = [term.product for term in self.terms]
+        return (*(p.x for p in products), *(p.w.atom for p in products))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the op."""
+        product = self.terms[0].product
+        return {
+            "transpose_rhs": product.w.transposed, "preferred_element_type": self.dtype,
+            "precision": product.precision,
+        }  # fmt: skip
+
+    def operands(self, arrays: Sequence[jax.Array]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """(all x, all w) as the op takes them, of `inputs`."""
+        count = len(self.terms)
+        xs = tuple(t.x(a) for t, a in zip(self.terms, arrays[:count], strict=True))
+        ws = tuple(t.product.w.made_of(a) for t, a in zip(self.terms, arrays[count:], strict=True))
+        return xs, ws
+
+
+def find(
+    body: Body, atom: Atom, moved: Sequence[int], context: Context, columns: str | None = None
+) -> Sum | str:
+    """The sum that a collective takes; or why it is none.
+
+    Args:
+      moved: the dimensions that the collective makes longer or shorter.
+      columns: why these can be no columns of the product; None: they can.
+    """
+    leaves: list[tuple[int, list[int]]] = []  # products, and the views after each, the last first
+    members: list[int] = []
+    if why := _leaves(body, atom, [], leaves, members, context):
+        return why
+    terms = []
+    for index, after in leaves:
+        equation = body.equations[index]
+        view: View | None = View.of(type_of(equation.outvars[0]).shape)
+        for user in reversed(after):
+            view = view and view.through(body.equations[user])
+        assert view is not None  # as `_leaves` found
+        if why := _why_rounded(np.dtype(type_of(equation.outvars[0]).dtype), view.casts):
+            return why
+        term = _term(body, index, view, moved, columns)
+        if isinstance(term, str):
+            return term
+        terms.append(term)
+    first = terms[0]
+    for term in terms[1:]:
+        one, other = first.product, term.product
+        if (one.w.transposed, one.precision) != (other.w.transposed, other.precision):
+            return "the weights of the sum's products are stored differently"
+        if term.layout != first.layout or type_of(one.x).dtype != type_of(other.x).dtype:
+            return "the sum's products have different layouts or types"
+    return Sum(tuple(terms), tuple(members), np.dtype(type_of(atom).dtype))
+
+
+def _leaves(
+    body: Body,
+    atom: Atom,
+    after: list[int],
+    leaves: list[tuple[int, list[int]]],
+    members: list[int],
+    context: Context,
+) -> str | None:
+    """Collects products; why there are others."""
+    index = body.made_by(atom)
+    if index is None:
+        return "what is summed is not a product"
+    equation = body.equations[index]
+    name = equation.primitive.name
+    if name != "dot_general" and name not in ADDS and _view_of(body, index) is None:
+        return f"what is summed comes from {name}, not from a product"
+    assert isinstance(atom, Var)
+    if len(body.users[atom]) > 1:
+        return "the product has other uses"
+    if not context.is_free(index):
+        return "the product belongs to another site"
+    members.append(index)
+    if name == "dot_general":
+        leaves.append((index, after))
+        return None
+    if name not in ADDS:
+        return _leaves(body, equation.invars[0], [*after, index], leaves, members, context)
+    for operand in equation.invars:
+        if type_of(operand).shape != type_of(atom).shape:
+            return "what is summed is not a product"
+        if why := _leaves(body, operand, after, leaves, members, context):
+            return why
+    return None
+
+
+def _view_of(body: Body, index: int) -> View | None:
+    equation = body.equations[index]
+    if len(equation.invars) != 1 or not type_of(equation.invars[0]).size:
+        return None
+    return View.of(type_of(equation.invars[0]).shape).through(equation)
+
+
+def _why_rounded(dtype: np.dtype, casts: Sequence[np.dtype]) -> str | None:
+    """Why a product in `dtype` that is cast so is no product in the last of these types."""
+    for wider in casts:
+        if wider.itemsize >= dtype.itemsize or not _is_float(wider) or not _is_float(dtype):
+            return f"the product is rounded to {dtype}, and summed in {wider}"
+        dtype = wider
+    return None
+
+
+def _is_float(dtype: np.dtype) -> bool:
+    return bool(jax.numpy.issubdtype(dtype, jax.numpy.floating))
+
+
+def _term(
+    body: Body, index: int, view: View, moved: Sequence[int], columns: str | None
+) -> Term | str:
+    reasons = []
+    for side in (0, 1):
+        product = as_product(body, index, side)
+        if isinstance(product, str):
+            reasons.append(product)
+            continue
+        ndim = type_of(product.x).ndim
+        if product.contracted != tuple(range(ndim - len(product.contracted), ndim)):
+            reasons.append(
+                "the product's first operand is not contracted along its last dimensions"
+            )
+            continue
+        if product.w.permutation is not None:
+            reasons.append("the product's weight would be copied")
+            continue
+        layout = _layout(product, view, moved, columns)
+        if isinstance(layout, Layout):
+            return Term(product, layout)
+        reasons.append(layout)
+    return reasons[0]
+
+
+def _layout(
+    product: Product, view: View, moved: Sequence[int], why_no_columns: str | None
+) -> Layout | str:
+    result = [view.atoms.resolve(dimension) for dimension in view.source]
+    count, ndim = len(product.rows), len(view.source)
+    rows = result[:count] if product.side == 0 else result[ndim - count :]
+    columns = result[count:] if product.side == 0 else result[: ndim - count]
+    of_rows = [atom for dimension in rows for atom in dimension]
+    of_columns = [atom for dimension in columns for atom in dimension]
+    number = {atom: i for i, atom in enumerate((*of_rows, *of_columns))}
+    sizes = tuple(view.atoms.sizes[atom] for atom in number)
+    taken = tuple(tuple(number[a] for a in d) for d in view.resolved())
+    row_of = list(range(len(of_rows)))  # by atom, which dimension of rows it is in
+    n = tuple(range(len(of_rows), len(number)))
+    for unit in (taken[i] for i in moved):
+        if not unit:
+            return "the collective's dimension has one element"
+        if unit == n[: len(unit)] and why_no_columns is None:
+            continue
+        if any(atom >= len(of_rows) for atom in unit):
+            return why_no_columns or "the collective's dimension is a part of each column group"
+        if unit != tuple(range(unit[0], unit[0] + len(unit))):
+            return "the collective's dimension is no dimension of the product's rows"
+        for atom in unit:
+            row_of[atom] = unit[0]
+    groups = itertools.groupby(range(len(of_rows)), key=row_of.__getitem__)
+    return Layout(sizes, tuple(tuple(g) for _, g in groups), n, taken, tuple(moved))
+
+
+def added(
+    body: Body, result: Var, members: Sequence[int], context: Context
+) -> tuple[int, Atom] | None:
+    """(the equation that adds an array of the result's type and shape to it, that array)."""
+    user = body.only_user(result)
+    if user is None or body.equations[user].primitive.name not in ADDS or not context.is_free(user):
+        return None
+    one, other = body.equations[user].invars
+    residual = other if one is result else one
+    if isinstance(residual, Literal) or residual is result:
+        return None
+    one_type, other_type = type_of(residual), type_of(result)
+    same = (one_type.shape, one_type.dtype) == (other_type.shape, other_type.dtype)
+    if not same or context.depend_on([residual], members):
+        return None
+    return user, residual

@@ -1,0 +1,47 @@
+"""A product that is summed over ranks: :func:`jflux.matmul_all_reduce`."""
+
+from __future__ import annotations
+
+import jax
+
+from ..._ops.products.matmul_all_reduce import OP, matmul_all_reduce
+from ..bodies import Body, type_of
+from ..sites import Context, Declined, Site, as_names
+from ..views import reshaped
+from . import summands
+
+
+def find(body: Body, index: int, context: Context) -> Site | Declined | None:
+    equation = body.equations[index]
+    names = as_names(equation.params["axes"])
+    if why := context.why_not_tiled(equation, OP, names):
+        return Declined(OP, index, why)
+    if len(equation.invars) > 1:
+        return Declined(OP, index, "several arrays are summed at once")
+    total = summands.find(body, equation.invars[0], (), context)
+    if isinstance(total, str):
+        return Declined(OP, index, total)
+    if len(total.terms) > 1:
+        return Declined(OP, index, "the op sums one product over ranks, not several")
+    (result,) = equation.outvars
+    members = (index, *total.members)
+    residual = None
+    if equation.primitive.name == "psum_invariant":  # else ranks may add what differs
+        residual = summands.added(body, result, members, context)
+    if residual is not None:
+        members = (*members, residual[0])
+        (result,) = body.equations[residual[0]].outvars
+    ranks, layout = context.ranks(names), total.terms[0].layout
+
+    def call(*arrays: jax.Array) -> list[jax.Array]:
+        (x,), (w,) = total.operands(arrays[:2])
+        added = layout.as_result(arrays[2], ()) if residual else None
+        y = matmul_all_reduce(x, w, axis_name=names, residual=added, **total.options)
+        return [reshaped(layout.of_result(y, ()), type_of(result).shape)]
+
+    aval = type_of(equation.outvars[0])
+    inputs = total.inputs if residual is None else (*total.inputs, residual[1])
+    return Site(
+        OP, index, members, inputs, (result,), call,
+        hidden=2 * (ranks - 1) * aval.size * aval.dtype.itemsize // ranks,
+    )  # fmt: skip
