@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.extend import source_info_util
@@ -14,8 +14,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from .._ranks import meshes
 from .bodies import Atom, type_of, where
-from .planning import BodyPlan
 from .sites import Site
+
+if TYPE_CHECKING:
+    from .planning import BodyPlan
 
 
 def evaluate(plan: BodyPlan, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -38,7 +40,7 @@ def evaluate(plan: BodyPlan, consts: Sequence[Any], args: Sequence[Any]) -> list
             values |= zip(step.outputs, made, strict=True)
             continue
         equation = jaxpr.eqns[step]
-        with _as_in(equation):
+        with as_in(equation):
             operands = [read(atom) for atom in equation.invars]
             inner = plan.inner[step] if plan.changed(step) else None
             results = _bind(equation, operands, inner)
@@ -47,8 +49,8 @@ def evaluate(plan: BodyPlan, consts: Sequence[Any], args: Sequence[Any]) -> list
 
 
 @contextlib.contextmanager
-def _as_in(equation: JaxprEqn) -> Iterator[None]:
-    """Equations are as those that `equation` was made with."""
+def as_in(equation: JaxprEqn) -> Iterator[None]:
+    """Equations that are made have the names and the line of this one."""
     info = equation.source_info
     names = source_info_util.current_name_stack() + info.name_stack
     with source_info_util.user_context(info.traceback, name_stack=names), equation.ctx.manager:
@@ -57,7 +59,7 @@ def _as_in(equation: JaxprEqn) -> Iterator[None]:
 
 def _call(site: Site, equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
     """The results of a site, with the types of the equations that it stands for."""
-    with _as_in(equation), _naming(equation, site.op):
+    with as_in(equation), _naming(equation, site.op):
         results = site.call(*operands)
         return [_of_type(a, type_of(var)) for a, var in zip(results, site.outputs, strict=True)]
 

@@ -9,15 +9,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.sharding import NamedSharding
 
 from .._ranks import meshes
-from .bodies import where
+from .bodies import equations_of, type_of, where
 from .evaluate import evaluate
 from .planning import BodyPlan, Planner
 from .report import Report
 from .rules import OPS
 from .sites import Scope
+from .specs import of_sharding
 
 #: Traces that a fused function remembers.
 MOST = 64
@@ -142,10 +144,11 @@ class Fused:
         mesh = jax.sharding.get_abstract_mesh()
         axes = {name: mesh.shape[name] for name in mesh.manual_axes}
         scope = Scope(axes, meshes.platform(), self._wants)
-        planned_by = id(jaxpr.jaxpr), tuple(axes.items()), scope.platform
+        shardings = tuple(map(_sharding, arrays))
+        planned_by = id(jaxpr.jaxpr), tuple(axes.items()), scope.platform, shardings
         # Beside its jaxpr, whose id would be another's once it is gone.
         _, plan = _remembered(
-            self._plans, planned_by, lambda: (jaxpr, Planner().plan(jaxpr, scope))
+            self._plans, planned_by, lambda: (jaxpr, _plan(jaxpr, scope, shardings))
         )
         return jaxpr, plan, arrays, jax.tree.structure(shapes)
 
@@ -157,6 +160,22 @@ class Fused:
             return any(one in names or (":" in one and line.endswith(one)) for one in wanted)
 
         return (self._only is None or is_in(self._only)) and not is_in(self._skip)
+
+
+def _sharding(array: Any) -> NamedSharding | None:
+    """Of an array, or of what stands for one, as far as it is known."""
+    sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def _plan(jaxpr: ClosedJaxpr, scope: Scope, shardings: Sequence[NamedSharding | None]) -> BodyPlan:
+    arguments = zip(equations_of(jaxpr).invars, shardings, strict=True)
+    known = {var: sharding for var, sharding in arguments if sharding is not None}
+    given = {var: of_sharding(s, type_of(var).ndim) for var, s in known.items()}
+    meshes_of = {sharding.mesh for sharding in known.values()}
+    mesh = meshes_of.pop() if len(meshes_of) == 1 else None
+    specs = {var: spec for var, spec in given.items() if spec is not None and mesh is not None}
+    return Planner().plan(jaxpr, scope, specs, mesh)
 
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from .bodies import BODIES, Body, dropped_with, equations_of, inner_bodies
-from .rules import RULES
+from .rules import GLOBAL_RULES, RULES
 from .sites import Context, Declined, Scope, Site
+from .specs import Spec, Specs
 
 #: An equation, by index, or a site.
 Step = int | Site
@@ -36,6 +38,14 @@ class BodyPlan:
     steps: tuple[Step, ...]
     functions: dict[int, tuple[Any, Callable[..., Any]]] = dataclasses.field(default_factory=dict)
 
+    def walk(self) -> Iterator[BodyPlan]:
+        """This one, and those of the bodies in it."""
+        yield self
+        for bodies in self.inner.values():
+            for plans in bodies.values():
+                for plan in plans:
+                    yield from plan.walk()
+
     @functools.cached_property
     def is_same(self) -> bool:
         """Whether no site is in it, or in a body in it."""
@@ -53,39 +63,62 @@ class Planner:
     def __init__(self) -> None:
         self._known: dict[Any, BodyPlan] = {}
 
-    def plan(self, body: Jaxpr | ClosedJaxpr, scope: Scope) -> BodyPlan:
+    def plan(
+        self,
+        body: Jaxpr | ClosedJaxpr,
+        scope: Scope,
+        given: Mapping[Var, Spec] = MappingProxyType({}),
+        mesh: Any = None,
+    ) -> BodyPlan:
+        """Of a body.
+
+        Args:
+          given: how its arguments are split, outside of `shard_map`.
+          mesh: over which.
+        """
         jaxpr = equations_of(body)
-        key = id(jaxpr), tuple(scope.axes.items()), scope.platform
+        split = tuple((index, given.get(var)) for index, var in enumerate(jaxpr.invars))
+        key = id(jaxpr), tuple(scope.axes.items()), scope.platform, split if given else (), mesh
         if key not in self._known:
-            self._known[key] = self._plan(jaxpr, scope)
+            self._known[key] = self._plan(jaxpr, scope, given, mesh)
         return self._known[key]
 
-    def _plan(self, jaxpr: Jaxpr, scope: Scope) -> BodyPlan:
+    def _plan(self, jaxpr: Jaxpr, scope: Scope, given: Mapping[Var, Spec], mesh: Any) -> BodyPlan:
         body = Body(jaxpr)
-        context, declined = _find(body, scope)
+        specs = None if scope.axes else Specs(body, given, mesh)
+        plan = functools.partial(self.plan, scope=scope)
+        context, declined = _find(Context(body, scope, specs, plan))
         steps, late = _in_order(body, context.sites)
         sites = tuple(site for site in context.sites if site not in late)
         declined += [Declined(site.op, site.at, CYCLE) for site in late]
-        inner = {
-            index: {
-                name: tuple(self.plan(one, inside(equation, scope)) for one in bodies)
+        inner: dict[int, dict[str, tuple[BodyPlan, ...]]] = {}
+        for index, equation in enumerate(body.equations):
+            if equation.primitive.name not in BODIES:
+                continue
+            within = inside(equation, scope)
+            inner[index] = {
+                name: tuple(self._inner(equation, one, within, specs) for one in bodies)
                 for name, bodies in inner_bodies(equation)
             }
-            for index, equation in enumerate(body.equations)
-            if equation.primitive.name in BODIES
-        }
         return BodyPlan(jaxpr, sites, tuple(declined), inner, tuple(steps))
+
+    def _inner(self, equation: JaxprEqn, body: Any, scope: Scope, specs: Specs | None) -> BodyPlan:
+        """Of a body of an equation."""
+        if specs is None:
+            return self.plan(body, scope)
+        given = specs.of_arguments(equation, equations_of(body))
+        return self.plan(body, scope, given, specs.mesh)
 
 
 NOT_WANTED = "`only` or `skip` leaves it out"
 CYCLE = "other sites need a part of its results before they can make its operands"
 
 
-def _find(body: Body, scope: Scope) -> tuple[Context, list[Declined]]:
+def _find(context: Context) -> tuple[Context, list[Declined]]:
     """(the sites, why others are none)."""
-    context = Context(body, scope)
+    body, scope = context.body, context.scope
     declined: dict[int, Declined] = {}
-    for rules in RULES if scope.axes else ():
+    for rules in RULES if scope.axes else GLOBAL_RULES:
         for index, equation in enumerate(body.equations):
             rule = rules.get(equation.primitive.name)
             if rule is None or not context.is_free(index):

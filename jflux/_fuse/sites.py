@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from .._ops._spec import all_ops
 from .bodies import Atom, Body, type_of
+from .specs import Specs
+
+if TYPE_CHECKING:
+    from .planning import BodyPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +75,21 @@ Rule = Callable[[Body, int, "Context"], Site | Declined | None]
 
 
 class Context:
-    """What a rule may ask while a body is planned."""
+    """What a rule may ask while a body is planned.
 
-    def __init__(self, body: Body, scope: Scope) -> None:
-        self.body, self.scope = body, scope
+    Attributes:
+      specs: how its arrays are split over a mesh; None: it is one rank's, inside `shard_map`.
+      plan: of another body, which runs in the same scope.
+    """
+
+    def __init__(
+        self,
+        body: Body,
+        scope: Scope,
+        specs: Specs | None,
+        plan: Callable[[Jaxpr | ClosedJaxpr], BodyPlan],
+    ) -> None:
+        self.body, self.scope, self.specs, self.plan = body, scope, specs, plan
         self.sites: list[Site] = []
         self.owner: dict[int, Site] = {}
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..sites import Rule
+from ..specs import CONSTRAINTS
 from . import (
     collectives,
     exchanged_products,
     gathered_products,
     scattered_products,
+    sharded_products,
     summed_products,
 )
 
@@ -21,6 +23,12 @@ RULES: Sequence[Mapping[str, Rule]] = (
     {"all_to_all": exchanged_products.find_after},
     {"all_to_all": exchanged_products.find_before},
     collectives.RULES,
+)
+
+#: The same outside of `shard_map`.
+GLOBAL_RULES: Sequence[Mapping[str, Rule]] = (
+    dict.fromkeys(CONSTRAINTS, sharded_products.find_constraint),
+    {"dot_general": sharded_products.find_product},
 )
 
 #: The ops that rules take.

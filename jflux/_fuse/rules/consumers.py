@@ -102,6 +102,8 @@ class Consumers:
     ) -> Form | str:
         """How a product takes it, or why no op does. `why_not_contracted`: why none does whose
         contracted dimensions have a part of those that the collective made."""
+        if product.side == 1 and not _is_turned(self.body, product):
+            return "the product's result would be transposed"
         dimensions = view.resolved()
         contracted = tuple(atom for i in product.contracted for atom in dimensions[i])
         rows: list[Dimension] = [(atom,) for i in product.rows for atom in dimensions[i]]
@@ -159,6 +161,14 @@ class Consumers:
         """The equations that make `kept`, unless the collective does."""
         parents = [self.seen[var].parent for var in kept]
         return [parent[1] for parent in parents if parent is not None]
+
+
+def _is_turned(body: Body, product: Product) -> bool:
+    """Whether nobody but a transpose takes a product [*n, *rows], and puts n last again."""
+    user = body.only_user(product.equation.outvars[0])
+    if user is None or body.equations[user].primitive.name != "transpose":
+        return False
+    return body.equations[user].params["permutation"][-1] == len(product.w.n) - 1
 
 
 def result_of(product: Product, y: jax.Array) -> jax.Array:

@@ -235,9 +235,12 @@ def _term(
             reasons.append("the product's weight would be copied")
             continue
         layout = _layout(product, view, moved, columns)
-        if isinstance(layout, Layout):
+        if isinstance(layout, str):
+            reasons.append(layout)
+        elif side == 1 and (layout.taken[-1] or (None,))[-1] != len(layout.sizes) - 1:
+            reasons.append("the product's result would be transposed")
+        else:
             return Term(product, layout)
-        reasons.append(layout)
     return reasons[0]
 
 

@@ -1,0 +1,320 @@
+"""Products of global arrays, outside of `shard_map`, whose operands are gathered or whose results
+are summed as their shardings say: a `shard_map` of the collective and the products, in which the
+other rules find the op."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from ..bodies import Atom, Body, type_of
+from ..evaluate import as_in, evaluate
+from ..sites import Context, Declined, Site
+from ..specs import CONSTRAINTS, Spec, Specs, natural, partition_spec, ranks_of
+from .summands import ADDS
+
+OP = "product"
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What a product wants of its operands to be computed by each rank alone.
+
+    Attributes:
+      operands: how each has to be split.
+      gathered: (operand, its dimension, axes) that it has too many; None: none.
+      summed: axes over which the product is a part of a sum.
+      scattered: the result's dimension that is split over these; None: none.
+      result: how the result is split.
+    """
+
+    operands: tuple[Spec, Spec]
+    gathered: tuple[int, int, tuple[Any, ...]] | None
+    summed: tuple[Any, ...]
+    scattered: int | None
+    result: Spec
+
+
+def _needs(equation: JaxprEqn, specs: Specs) -> Needs | str | None:
+    """None: nothing is exchanged, or nothing is known."""
+    given = [specs.of(atom) for atom in equation.invars]
+    result = specs.of(equation.outvars[0])
+    known = [spec for spec in (*given, result) if spec is not None]
+    if not any(axes for spec in known for axes in spec):
+        return None
+    if result is None or len(known) < 3:
+        names = ("first operand", "second operand", "result")
+        unknown = [n for n, spec in zip(names, (*given, result), strict=True) if spec is None]
+        return f"how its {unknown[-1]} is split is not known"
+    contracted, batch = equation.params["dimension_numbers"]
+    wanted = [list(spec) for spec in given if spec is not None]
+    summed: tuple[Any, ...] = ()
+    for i, j in zip(*contracted, strict=True):
+        if wanted[0][i] == wanted[1][j]:
+            summed += wanted[0][i]
+        elif wanted[0][i] and wanted[1][j]:
+            return "its operands are split differently where they are contracted"
+        else:  # one is gathered, before the call
+            wanted[0][i] = wanted[1][j] = ()
+    as_it_is = natural(equation, tuple(wanted[0]), tuple(wanted[1]))
+    places = [(0, i) for i in batch[0]]
+    for side in (0, 1):
+        free = range(len(wanted[side]))
+        places += [(side, i) for i in free if i not in (*contracted[side], *batch[side])]
+    gathered, scattered = None, None
+    for at, (has, wants, (side, i)) in enumerate(zip(as_it_is, result, places, strict=True)):
+        if has == wants:
+            continue
+        if has[: len(wants)] == wants and gathered is None:
+            gathered = side, i, has[len(wants) :]
+            wanted[side][i] = wants
+        elif wants[: len(has)] == has and set(wants[len(has) :]) == set(summed):
+            scattered, summed = at, wants[len(has) :]
+        else:
+            return "its result is split in another way than its operands"
+    operands = tuple(wanted[0]), tuple(wanted[1])
+    return Needs(operands, gathered, summed, scattered, result)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gather:
+    """An array that is gathered along one dimension.
+
+    Attributes:
+      constraint: the equation that says so; None: its products do.
+    """
+
+    source: Atom
+    before: Spec
+    dimension: int
+    axes: tuple[Any, ...]
+    constraint: int | None
+
+
+def find_constraint(body: Body, index: int, context: Context) -> Site | Declined | None:
+    """Of an array that is brought from one sharding to another, and then multiplied."""
+    specs, equation = context.specs, body.equations[index]
+    if specs is None or specs.mesh is None:
+        return None
+    (source,), (result,) = equation.invars, equation.outvars
+    before, after = specs.of(source), specs.of(result)
+    if before is None or after is None or before == after:
+        return None
+    changed = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+    (dimension, *more) = changed
+    kept = len(after[dimension])
+    if more or before[dimension][:kept] != after[dimension]:
+        return None
+    gather = _Gather(source, before, dimension, before[dimension][kept:], index)
+    return _of_gather(body, index, gather, result, context)
+
+
+def find_product(body: Body, index: int, context: Context) -> Site | Declined | None:
+    """Of a product whose operand is gathered, or which is summed, as its result's sharding says."""
+    specs, equation = context.specs, body.equations[index]
+    if specs is None or specs.mesh is None:
+        return None
+    needs = _needs(equation, specs)
+    if needs is None:
+        return None
+    if isinstance(needs, str):
+        return Declined(OP, index, needs)
+    if needs.gathered is None:
+        return _of_sum(body, index, needs, context) if needs.summed else None
+    if needs.summed:
+        return Declined(OP, index, "an operand is gathered, and the product is summed")
+    side, dimension, axes = needs.gathered
+    source = equation.invars[side]
+    before = specs.of(source)
+    if before is None or not isinstance(source, Var):
+        return None
+    gather = _Gather(source, before, dimension, axes, None)
+    return _of_gather(body, index, gather, source, context)
+
+
+def _of_gather(
+    body: Body, index: int, gather: _Gather, multiplied: Var, context: Context
+) -> Site | Declined | None:
+    """All products of the gathered array."""
+    specs = context.specs
+    assert specs is not None
+    products: list[tuple[JaxprEqn, int, Needs]] = []
+    members = [] if gather.constraint is None else [gather.constraint]
+    for user in body.users.get(multiplied, ()):
+        if user == Body.RESULT or body.equations[user].primitive.name != "dot_general":
+            continue
+        equation = body.equations[user]
+        side = list(equation.invars).index(multiplied)
+        needs = _needs(equation, specs)
+        if not isinstance(needs, Needs) or not context.is_free(user):
+            continue
+        both = [*members, user]
+        takes = _takes(needs, side, gather)
+        if takes and not context.depend_on([equation.invars[1 - side]], both):
+            products.append((equation, side, needs))
+            members.append(user)
+    if all(needs.summed for _, _, needs in products):
+        return None
+    users = body.users[multiplied]
+    is_kept = gather.constraint is not None and any(user not in members for user in users)
+
+    def local(x: jax.Array, *ws: jax.Array) -> list[jax.Array]:
+        h = lax.all_gather(x, gather.axes, axis=gather.dimension, tiled=True)
+        made = []
+        for (equation, side, needs), w in zip(products, ws, strict=True):
+            y = _multiply(equation, (w, h) if side else (h, w))
+            made.append(lax.psum(y, needs.summed) if needs.summed else y)
+        return [*made, h] if is_kept else made
+
+    inputs = (gather.source, *(e.invars[1 - side] for e, side, _ in products))
+    outputs = [equation.outvars[0] for equation, _, _ in products]
+    out_specs = [needs.result for _, _, needs in products]
+    if is_kept:
+        after = specs.of(multiplied)
+        assert after is not None
+        outputs, out_specs = [*outputs, multiplied], [*out_specs, after]
+    in_specs = (gather.before, *(needs.operands[1 - side] for _, side, needs in products))
+    return _site(body, index, members, inputs, in_specs, outputs, out_specs, local, context)
+
+
+def _takes(needs: Needs, side: int, gather: _Gather) -> bool:
+    """Whether a product takes the gathered array: as rows, or, where its products' shardings say
+    what is gathered, along what is contracted too (for the gradient of a weight)."""
+    if needs.scattered is not None:
+        return False
+    if gather.constraint is not None:
+        return needs.gathered is None and not needs.summed
+    if needs.gathered is not None:
+        return not needs.summed and needs.gathered == (side, gather.dimension, gather.axes)
+    after = list(gather.before)
+    after[gather.dimension] = after[gather.dimension][: -len(gather.axes)]
+    return needs.operands[side] == tuple(after)
+
+
+def _of_sum(body: Body, index: int, needs: Needs, context: Context) -> Site | Declined:
+    """A product, or a sum of several, that is summed over ranks."""
+    specs = context.specs
+    assert specs is not None
+    (result,) = body.equations[index].outvars
+    terms, members, spec, scattered = [(index, needs)], [index], needs.result, needs.scattered
+    while scattered is None and (user := body.only_user(result)) is not None:
+        equation = body.equations[user]
+        if equation.primitive.name in CONSTRAINTS:
+            after = specs.of(equation.outvars[0])
+            scattered = None if after is None else _scattered(spec, after, needs.summed)
+            if after is None or (after != spec and scattered is None):
+                break
+            spec = after
+        elif equation.primitive.name in ADDS and equation.invars[0] is not equation.invars[1]:
+            other = next(atom for atom in equation.invars if atom is not result)
+            more = _alike(body, other, user, needs, context)
+            if more is None:
+                break
+            terms.append(more)
+            members.append(more[0])
+        else:
+            break
+        members.append(user)
+        (result,) = equation.outvars
+    inputs = [atom for term, _ in terms for atom in body.equations[term].invars]
+    in_specs = [spec for _, one in terms for spec in one.operands]
+
+    def local(*arrays: jax.Array) -> list[jax.Array]:
+        pairs = zip(arrays[::2], arrays[1::2], strict=False)
+        parts = [
+            _multiply(body.equations[term], pair)
+            for (term, _), pair in zip(terms, pairs, strict=False)
+        ]
+        total = parts[0]
+        for part in parts[1:]:
+            total = lax.add(total, part)
+        if scattered is None:
+            return [lax.psum(total, needs.summed)]
+        names = needs.summed
+        return [lax.psum_scatter(total, names, scatter_dimension=scattered, tiled=True)]
+
+    return _site(body, index, members, inputs, in_specs, [result], [spec], local, context)
+
+
+def _alike(
+    body: Body, atom: Atom, user: int, needs: Needs, context: Context
+) -> tuple[int, Needs] | None:
+    """Another product, which only `user` takes, and which is summed over the same axes."""
+    index = body.made_by(atom)
+    if index is None or body.equations[index].primitive.name != "dot_general":
+        return None
+    assert context.specs is not None and isinstance(atom, Var)
+    more = _needs(body.equations[index], context.specs)
+    if not isinstance(more, Needs) or more.gathered is not None:
+        return None
+    is_alike = (more.summed, more.scattered, more.result) == (needs.summed, None, needs.result)
+    return (index, more) if is_alike and body.only_user(atom) == user else None
+
+
+def _scattered(before: Spec, after: Spec, axes: tuple[Any, ...]) -> int | None:
+    """The one dimension that `after` splits over these axes, too."""
+    changed = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+    if len(changed) != 1 or after[changed[0]] != (*before[changed[0]], *axes):
+        return None
+    return changed[0]
+
+
+def _divides(aval: ShapedArray, spec: Spec, mesh: Any) -> bool:
+    return not any(n % ranks_of(mesh, axes) for n, axes in zip(aval.shape, spec, strict=True))
+
+
+def _multiply(equation: JaxprEqn, operands: Sequence[jax.Array]) -> jax.Array:
+    params = equation.params
+    return lax.dot_general(
+        operands[0], operands[1], params["dimension_numbers"], precision=params["precision"],
+        preferred_element_type=params["preferred_element_type"],
+    )  # fmt: skip
+
+
+def _site(
+    body: Body,
+    index: int,
+    members: Sequence[int],
+    inputs: Sequence[Atom],
+    in_specs: Sequence[Spec],
+    outputs: Sequence[Var],
+    out_specs: Sequence[Spec],
+    local: Callable[..., list[jax.Array]],
+    context: Context,
+) -> Site | Declined:
+    specs = context.specs
+    assert specs is not None
+    if any(isinstance(atom, Literal) for atom in inputs):
+        return Declined(OP, index, "an operand is a constant")
+    mesh = specs.mesh
+    pairs = zip((*inputs, *outputs), (*in_specs, *out_specs), strict=True)
+    if not all(_divides(type_of(atom), spec, mesh) for atom, spec in pairs):
+        return Declined(OP, index, "the mesh does not divide its operands or its result")
+    wanted = [partition_spec(spec) for spec in in_specs]
+
+    def call(*arrays: jax.Array) -> list[jax.Array]:
+        if specs.is_explicit:
+            arrays = tuple(map(jax.reshard, arrays, wanted))
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=tuple(wanted),
+            out_specs=[partition_spec(spec) for spec in out_specs], check_vma=False,
+        )(*arrays)  # fmt: skip
+
+    with as_in(body.equations[index]):
+        jaxpr = jax.make_jaxpr(call)(*map(type_of, inputs))
+    plan = context.plan(jaxpr)
+    sites = [site for one in plan.walk() for site in one.sites if site.hidden]
+    if not sites:
+        first = next(one for inner in plan.walk() for one in inner.declined)
+        return Declined(first.op, index, first.reason)
+    return Site(
+        sites[0].op, index, tuple(members), tuple(inputs), tuple(outputs),
+        lambda *arrays: evaluate(plan, jaxpr.consts, arrays),
+        hidden=sum(site.hidden for site in sites),
+    )  # fmt: skip

@@ -1,0 +1,216 @@
+"""How the arrays of a body outside of `shard_map` are split over a mesh: as their types say
+(Explicit axes), or as far as constraints and the arguments' shardings tell (Auto axes)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from .bodies import Atom, Body, equations_of, type_of
+from .views import View
+
+#: The mesh axes of each dimension.
+Spec = tuple[tuple[Any, ...], ...]
+CONSTRAINTS = ("reshard", "sharding_constraint")
+#: Primitives whose result has the sharding of their operands, which have its shape, or are scalars.
+ELEMENTWISE = frozenset(
+    """abs add add_any and ceil clamp convert_element_type copy cos div eq erf erfc erf_inv exp exp2
+    expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul name ne neg
+    nextafter not or pow rem round rsqrt select_n sign sin sqrt square stop_gradient sub tan tanh
+    xor""".split()
+)
+
+
+def normal(spec: Any, ndim: int) -> Spec | None:
+    """A PartitionSpec as a Spec; None: it says nothing about a dimension, or of sums."""
+    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        return None
+    entries: list[tuple[Any, ...]] = []
+    for entry in (*spec, *[None] * (ndim - len(spec))):
+        if entry is PartitionSpec.UNCONSTRAINED:
+            return None
+        entries.append(() if entry is None else entry if isinstance(entry, tuple) else (entry,))
+    return tuple(entries)
+
+
+def partition_spec(spec: Spec) -> PartitionSpec:
+    return PartitionSpec(
+        *((axes[0] if len(axes) == 1 else axes) if axes else None for axes in spec)
+    )
+
+
+def of_sharding(sharding: Any, ndim: int) -> Spec | None:
+    return normal(sharding.spec, ndim) if isinstance(sharding, NamedSharding) else None
+
+
+class Specs:
+    """What is known of a body's arrays.
+
+    Attributes:
+      mesh: the mesh; None: none is known.
+    """
+
+    def __init__(self, body: Body, given: Mapping[Var, Spec], mesh: Any) -> None:
+        self.body, self.mesh = body, mesh
+        self._known = dict(given)
+        self._calls: dict[Any, list[Spec | None]] = {}
+        self._typed = self._explicit_mesh()
+        if self._typed is not None:
+            self.mesh = self._typed
+            return
+        for equation in body.equations:  # any constraint names the mesh
+            if self.mesh is None and equation.primitive.name in CONSTRAINTS:
+                sharding = equation.params.get("sharding")
+                self.mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        if self.mesh is not None:
+            for _ in range(2):
+                self._forward()
+                self._backward()
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether types say how arrays are split."""
+        return self._typed is not None
+
+    def of(self, atom: Atom) -> Spec | None:
+        """How an array is split; None: not known."""
+        ndim = type_of(atom).ndim
+        if self._typed is not None:
+            return normal(type_of(atom).sharding.spec, ndim)
+        if isinstance(atom, Literal):
+            return ((),) * ndim
+        return self._known.get(atom)
+
+    def of_arguments(self, equation: JaxprEqn, body: Jaxpr) -> dict[Var, Spec]:
+        """What is known of the arguments of a body of an equation."""
+        if self._typed is not None or equation.primitive.name == "while":
+            return {}
+        given: dict[Var, Spec] = {}
+        operands = equation.invars[len(equation.invars) - len(body.invars) :]
+        shardings = equation.params.get("in_shardings", (None,) * len(operands))
+        for var, atom, sharding in zip(body.invars, operands, shardings, strict=True):
+            spec = of_sharding(sharding, type_of(var).ndim)
+            spec = self.of(atom) if spec is None and self.mesh is not None else spec
+            if spec is not None:
+                given[var] = spec[len(spec) - type_of(var).ndim :]  # one step of a scan
+        return given
+
+    def _explicit_mesh(self) -> Any:
+        for atom in (*self.body.jaxpr.invars, *self.body.maker):
+            mesh = getattr(getattr(type_of(atom), "sharding", None), "mesh", None)
+            if mesh is not None and not mesh.empty:
+                is_explicit = all(kind == AxisType.Explicit for kind in mesh.axis_types)
+                return mesh if is_explicit else None
+        return None
+
+    def _set(self, atom: Atom, spec: Spec | None) -> None:
+        if spec is not None and isinstance(atom, Var):
+            self._known.setdefault(atom, spec)
+
+    def _forward(self) -> None:
+        for equation in self.body.equations:
+            name = equation.primitive.name
+            if name in CONSTRAINTS:
+                self._set(equation.outvars[0], _constraint(equation))
+            elif name in ELEMENTWISE:
+                self._set(equation.outvars[0], self._of_operands(equation))
+            elif name == "dot_general":
+                self._set(equation.outvars[0], self._of_product(equation))
+            elif name in ("jit", "scan", "remat2", "checkpoint"):
+                self._of_call(equation)
+            elif len(equation.invars) == 1 and len(equation.outvars) == 1:
+                spec = self.of(equation.invars[0])
+                if spec is not None:
+                    self._set(equation.outvars[0], _of_view(equation, spec, self.mesh))
+
+    def _backward(self) -> None:
+        for equation in reversed(self.body.equations):
+            name = equation.primitive.name
+            if name not in CONSTRAINTS and name not in ELEMENTWISE:
+                continue
+            (result,) = equation.outvars
+            spec = self.of(result)
+            for atom in equation.invars:
+                if isinstance(atom, Var) and type_of(atom).shape == type_of(result).shape:
+                    self._set(atom, spec)
+
+    def _of_operands(self, equation: JaxprEqn) -> Spec | None:
+        shape = type_of(equation.outvars[0]).shape
+        for atom in equation.invars:
+            if isinstance(atom, Var) and type_of(atom).shape == shape and self.of(atom) is not None:
+                return self.of(atom)
+        return None
+
+    def _of_product(self, equation: JaxprEqn) -> Spec | None:
+        """Where no axis is in two of its dimensions."""
+        lhs, rhs = (self.of(atom) for atom in equation.invars)
+        if lhs is None or rhs is None:
+            return None
+        spec = natural(equation, lhs, rhs)
+        axes = [axis for entry in spec for axis in entry]
+        return spec if len(axes) == len(set(axes)) else None
+
+    def _of_call(self, equation: JaxprEqn) -> None:
+        body = equations_of(equation.params["jaxpr"])
+        given = self.of_arguments(equation, body)
+        key = id(equation), tuple(given.get(var) for var in body.invars)
+        if key not in self._calls:
+            inner = Specs(Body(body), given, self.mesh)
+            self._calls[key] = [inner.of(atom) for atom in body.outvars]
+        for var, spec in zip(equation.outvars, self._calls[key], strict=True):
+            if spec is not None:
+                more = type_of(var).ndim - len(spec)  # all steps of a scan
+                self._set(var, (*((),) * more, *spec))
+
+
+def natural(equation: JaxprEqn, lhs: Spec, rhs: Spec) -> Spec:
+    """How a product's result is split if each of its dimensions is as in the operand."""
+    (of_lhs, of_rhs), (batch, _) = equation.params["dimension_numbers"]
+    rows = [axes for i, axes in enumerate(lhs) if i not in (*of_lhs, *batch)]
+    columns = [
+        axes
+        for i, axes in enumerate(rhs)
+        if i not in (*of_rhs, *equation.params["dimension_numbers"][1][1])
+    ]
+    return (*(lhs[i] for i in batch), *rows, *columns)
+
+
+def _constraint(equation: JaxprEqn) -> Spec | None:
+    if equation.params.get("unconstrained_dims"):
+        return None
+    sharding = equation.params.get("sharding") or equation.params.get("dst_sharding")
+    return of_sharding(sharding, type_of(equation.outvars[0]).ndim)
+
+
+def _of_view(equation: JaxprEqn, spec: Spec, mesh: Any) -> Spec | None:
+    """Of a view: a dimension is split as the first of the source's dimensions that it begins
+    with."""
+    aval = type_of(equation.invars[0])
+    if not aval.size:
+        return None
+    view = View.of(aval.shape).through(equation)
+    if view is None:
+        return None
+    source = [view.atoms.resolve(dimension) for dimension in view.source]
+    axes_of = {
+        dimension[0]: axes for dimension, axes in zip(source, spec, strict=True) if dimension
+    }
+    found: list[tuple[Any, ...]] = []
+    for dimension in view.resolved():
+        if any(axes_of.get(atom) for atom in dimension[1:]):
+            return None  # in strides
+        axes = axes_of.get(dimension[0], ()) if dimension else ()
+        if axes and view.atoms.sizes[dimension[0]] % ranks_of(mesh, axes):
+            return None
+        found.append(axes)
+    return tuple(found)
+
+
+def ranks_of(mesh: Any, axes: Sequence[Any]) -> int:
+    count = 1
+    for axis in axes:
+        count *= mesh.shape[axis]
+    return count
