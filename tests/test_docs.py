@@ -40,6 +40,9 @@ SAMPLES = {
     "README.md": [
         "expected = jax.nn.gelu(x.astype('float32') @ w.astype('float32'), approximate=False)",
         "assert abs(y - expected).max() < 0.01 * abs(expected).max()",
+        "assert value > 0 and gradient.shape == x.shape",
+        "assert [one.op for one in jflux.fuse(step).report(x, w) if one.hidden]"
+        " == ['all_gather_matmul', 'matmul_reduce_scatter']",
     ],
     "docs/quickstart.md": ["assert abs(y - expected).max() < 0.05"],
     "docs/api/index.md": ["assert jflux.__version__ and {functools, jnp, P}"],
@@ -114,6 +117,10 @@ FRAGMENTS = {
     "docs/guide/dispatch.md": (
         "step, params, batch = f, x, w",
         ["assert call.op == 'all_gather_matmul'", None],
+    ),
+    "docs/guide/fuse.md": (
+        "loss_of = lambda w, x: (jitted(x, w) ** 2).sum()\nstep, params, batch = loss_of, w, x",
+        ["", "", "assert step(params, batch)[0] > 0 and report == ()"],
     ),
     "docs/guide/heap.md": ("", ["assert jflux.heap_report().limit == 4 << 30", "f(x, w)"]),
     "docs/guide/operations.md": (
@@ -190,7 +197,7 @@ FUNCTIONS = {
     name: function
     for name, function in vars(jflux).items()
     if inspect.isfunction(function) and re.match(r"jflux\._ops\.", function.__module__)
-} | {"explain": jflux.explain, "flops": jflux.flops}
+} | {"explain": jflux.explain, "fuse": jflux.fuse, "flops": jflux.flops}
 
 
 @pytest.mark.skipif(jax.device_count() != 8, reason="what they print is of eight devices")

@@ -1,6 +1,7 @@
 """jflux.fuse: functions stay what they were, under all transformations; random models."""
 
 import functools
+import runpy
 import time
 
 import hypothesis
@@ -278,6 +279,40 @@ def test_strict_switches(switch):
         same(exact, jflux.fuse(plain)(x, params))
     finally:
         jax.config.update(switch[0], before)
+
+
+SCRIPT = """
+import sys
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+mesh = jax.sharding.Mesh(jax.devices()[:2], "tp")
+specs = {"in_specs": (P("tp"), P(None, "tp")), "out_specs": P(None, "tp")}
+
+@jax.jit
+def step(x, w):
+    return jax.shard_map(
+        lambda x, w: jax.lax.all_gather(x, "tp", tiled=True) @ w, mesh=mesh, **specs
+    )(x, w)
+
+x, w = jnp.ones((8, 4)), jnp.ones((4, 8))
+print(sys.argv[1:], step(x, w).sum(), "all_gather_matmul" in step.lower(x, w).as_text())
+"""
+
+
+def test_the_command(tmp_path, capsys):
+    main = runpy.run_module("jflux.fuse", run_name="the command")["main"]
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    jit = jax.jit
+    assert main([str(script), "--steps", "3"]) == 0
+    assert capsys.readouterr().out == "['--steps', '3'] 256.0 True\n"
+    assert main(["--report", str(script)]) == 0
+    report, last = capsys.readouterr().out.split("\n\n")
+    assert report.startswith("step:\n") and "train.py:11" in report and "False" in last
+    assert main(["--report", "--first", "--skip", "all_gather_matmul", str(script)]) == 0
+    out = capsys.readouterr().out
+    assert "all_gather -> all_gather  (`only` or `skip` leaves it out)" in out and "256" not in out
+    assert jax.jit is jit
 
 
 def test_a_mesh_of_two_axes_and_a_nested_shard_map():
