@@ -23,6 +23,7 @@ _PRODUCTS = frozenset(f"jflux_{spec.name}" for spec in products()) | {derivative
 _RESULTS = (PRODUCT, PREACTIVATION, ACTIVATED, QUANTIZED)
 _results_saveable = jax.checkpoint_policies.save_only_these_names(*_RESULTS)
 # Products by a recipe may be of several operations.
+_moved_saveable = jax.checkpoint_policies.save_only_these_names(GATHERED, EXCHANGED)
 _names_saveable = jax.checkpoint_policies.save_only_these_names(*_RESULTS, GATHERED, EXCHANGED)
 
 
@@ -49,6 +50,18 @@ def products_saveable_gathering_again(prim: Any, *avals: Any, **params: Any) -> 
     again, without a product, and a rank keeps 1/N as much of it."""
     of_jax = jax.checkpoint_policies.dots_saveable(prim, *avals, **params)
     return of_jax or _results_saveable(prim, *avals, **params)
+
+
+def of_fused(policy: Any, prim: Any, *avals: Any, **params: Any) -> Any:
+    """What a policy that knows JAX's primitives says of jflux's (`jflux.fuse`): of what products
+    make, what it says of a product with a weight; of a gathered or exchanged x, what it says of an
+    all-gather."""
+    if _results_saveable(prim, *avals, **params):
+        dimensions = (((1,), (0,)), ((), ()))
+        return policy(jax.lax.dot_general_p, *avals, dimension_numbers=dimensions)
+    if _moved_saveable(prim, *avals, **params):
+        return policy(jax.lax.all_gather_p, *avals)
+    return policy(prim, *avals, **params)
 
 
 def _is_product(prim: Any, *avals: Any, **params: Any) -> bool:

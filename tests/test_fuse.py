@@ -98,6 +98,32 @@ def test_bodies_of_equations(name):
     assert taken.count("all_gather_matmul") >= 2 and taken.count("matmul_reduce_scatter") >= 2
 
 
+def _gradient(f):
+    return jax.grad(lambda x, params: jnp.sum(jnp.sin(f(x, params))), (0, 1))
+
+
+def test_rules_of_functions_with_derivatives_of_their_own():
+    x, params = normal(2, 3, 8), _params()
+    plain = _on_ranks(_gated)
+    step = _gradient(jflux.fuse(plain))
+    same(jax.jit(_gradient(plain))(x, params), jax.jit(step)(x, params))
+    text = str(jax.make_jaxpr(step)(x, params))
+    assert " all_gather[" not in text and " reduce_scatter[" not in text
+    assert text.count("jflux_matmul_reduce_scatter[") == 3  # in the rules for y and for gradients
+
+
+def test_policies_of_checkpoints_are_kept():
+    x, params = normal(2, 3, 8), _params()
+
+    def multiplies(policy):
+        f = jflux.fuse(_on_ranks(jax.checkpoint(_layer, policy=policy)))
+        same(_gradient(_on_ranks(_layer))(x, params), jax.jit(_gradient(f))(x, params))
+        return str(jax.make_jaxpr(_gradient(f))(x, params)).count("results=('y'")
+
+    # Forward, again, and that of dy: with the policy only x is gathered again.
+    assert multiplies(None) == 3 and multiplies(jax.checkpoint_policies.dots_saveable) == 2
+
+
 TRANSFORMATIONS = {
     "jit": lambda f: jax.jit(f),
     "jvp": lambda f: lambda x, p: jax.jvp(lambda x: f(x, p), (x,), (jnp.cos(x),))[1],

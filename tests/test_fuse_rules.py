@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from fused import check, gather, normal, of_ranks, ops, same, scatter
+from fused import N, check, gather, normal, of_ranks, ops, same, scatter
 from harness import PLATFORM, make_mesh
 from jax import lax
 
@@ -202,6 +202,56 @@ def test_an_activation_whose_operand_is_used_again():
     args = [normal(2, 3, 8), normal(8, 6)]
     check(f, args, ["all_gather_matmul"])
     assert "activation=" not in str(jax.make_jaxpr(jflux.fuse(of_ranks(f, *args)))(*args))
+
+
+def _mean(y):
+    return jnp.mean(y, -1, keepdims=True)
+
+
+def _fast_variance(y):
+    return jnp.maximum(0, _mean(lax.square(y)) - lax.square(_mean(y)))
+
+
+def _of_row(y, s):
+    return y * lax.rsqrt(jnp.mean(y * y) + 1e-5) * s
+
+
+NORMS = {
+    "flax rms": lambda y, s, b: y * (lax.rsqrt(_mean(lax.square(y)) + 1e-6) * s),
+    "haiku rms": lambda y, s, b: s * lax.rsqrt(_mean(y**2) + 1e-5) * y,
+    "quotient": lambda y, s, b: y / jnp.sqrt(_mean(y * y) + 1e-5) * s,
+    "rows": lambda y, s, b: jax.vmap(jax.vmap(_of_row, (0, None)), (0, None))(y, s),
+    "flax layer": lambda y, s, b: (y - _mean(y)) * (lax.rsqrt(_fast_variance(y) + 1e-6) * s) + b,
+    "layer": lambda y, s, b: (
+        (y - _mean(y)) * lax.rsqrt(jnp.var(y, -1, keepdims=True) + 1e-5) * s + b
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_a_sum(name):
+    def f(x, w, s, b):
+        s, b = (lax.psum(a, "tp") / N for a in (s, b))
+        y = lax.psum(x @ w, "tp")
+        return lax.pcast(y + jnp.sin(NORMS[name](y, s, b)), "tp", to="varying")
+
+    args = [normal(2, 4, 8), normal(8, 6), normal(6), normal(6, seed=1)]
+    check(f, args, ["matmul_all_reduce"])
+    text = str(jax.make_jaxpr(jflux.fuse(of_ranks(f, *args)))(*args))
+    assert "rsqrt" not in text and ("'layer'" if "layer" in name else "'rms'") in text
+
+
+def test_other_sums_of_rows_are_no_norms():
+    def f(x, w, s):
+        y = lax.psum(x @ w, "tp")
+        a = y * lax.rsqrt(jnp.mean(y * y, 1, keepdims=True) + 1e-5) * s  # of columns
+        b = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) * 2 + 1e-5) * s
+        c = y * lax.rsqrt(jnp.sum(y * y, -1, keepdims=True) + 1e-5) * s
+        return a + b + c
+
+    args = [normal(2, 4, 8), normal(8, 6), normal(6)]
+    check(f, args, ["matmul_all_reduce"])
+    assert str(jax.make_jaxpr(jflux.fuse(of_ranks(f, *args)))(*args)).count("rsqrt") == 3
 
 
 def heads(x, split, concat):

@@ -12,7 +12,9 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
+from .. import checkpoint_policies
 from .._ranks import meshes
+from . import derivative_rules
 from .bodies import Atom, type_of, where
 from .sites import Site
 
@@ -94,7 +96,12 @@ def _bind(
         bodies = old if isinstance(old, tuple | list) else (old,)
         new = [_rewritten(one, plan) for one, plan in zip(bodies, plans, strict=True)]
         params[name] = type(old)(new) if isinstance(old, tuple | list) else new[0]
+    if params.get("policy") is not None:
+        params["policy"] = functools.partial(checkpoint_policies.of_fused, params["policy"])
     params = equation.primitive.get_bind_params(params)
+    if equation.primitive.name in derivative_rules.WITH_RULES:
+        (plan,) = inner["call_jaxpr"]
+        params["subfuns"] = derivative_rules.fused(params["subfuns"], plan)
     return equation.primitive.bind(*operands, **params)
 
 

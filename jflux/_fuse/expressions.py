@@ -29,10 +29,16 @@ class _NoTermError(Exception):
     """It depends on something else, or is too long."""
 
 
-def term(body: Body, result: Atom, leaf: Var) -> Term | None:
-    """What `result` is, computed from `leaf` alone; None: it is not."""
+def term(
+    body: Body, result: Atom, leaf: Var, known: Callable[[Var], Term | None] = lambda var: None
+) -> Term | None:
+    """What `result` is, computed from `leaf`; None: it needs something else.
+
+    Args:
+      known: the terms of other variables, or None.
+    """
     try:
-        return _Reader().read(body.jaxpr, body.maker, result, {leaf: "x"})
+        return _Reader(known).read(body.jaxpr, body.maker, result, {leaf: "x"})
     except _NoTermError:
         return None
 
@@ -48,8 +54,8 @@ def is_constant(body: Body, atom: Atom) -> bool:
 
 
 class _Reader:
-    def __init__(self) -> None:
-        self.parts = 0
+    def __init__(self, known: Callable[[Var], Term | None]) -> None:
+        self.parts, self._known = 0, known
 
     def read(
         self, jaxpr: Jaxpr, maker: Mapping[Var, int], atom: Atom, known: dict[Var, Term]
@@ -61,6 +67,8 @@ class _Reader:
             return _number(atom)
         if atom in known:
             return known[atom]
+        if (given := self._known(atom)) is not None:
+            return given
         if atom not in maker:
             raise _NoTermError
         equation = jaxpr.eqns[maker[atom]]
@@ -78,16 +86,28 @@ class _Reader:
             inner = Body(equations_of(body))
             known = dict(zip(inner.jaxpr.invars, operands, strict=True))
             return self.read(inner.jaxpr, inner.maker, inner.jaxpr.outvars[at], known)
-        if name in ("pvary", "pcast", "broadcast_in_dim", "copy"):
+        if name in ("pvary", "pcast", "broadcast_in_dim", "copy") or _adds_ones(equation):
             return operands[0]
         if name == "convert_element_type" and isinstance(operands[0], float):
             return float(np.asarray(operands[0]).astype(params["new_dtype"]))
         if len(equation.outvars) > 1:
             raise _NoTermError
+        if name == "reduce_sum":
+            (axis,) = params["axes"] if len(params["axes"]) == 1 else (None,)
+            name = "sum" if axis == type_of(equation.invars[0]).ndim - 1 else "other sum"
         if name in ("add", "mul", "max", "add_any"):
             operands = sorted(operands, key=repr)
         said = {k: str(v) for k, v in params.items() if k not in SILENT and v is not None}
         return name, tuple(sorted(said.items())), *operands
+
+
+def _adds_ones(equation: JaxprEqn) -> bool:
+    """Whether it is a reshape that adds or drops dimensions of size 1."""
+    if equation.primitive.name not in ("reshape", "squeeze"):
+        return False
+    shapes = (type_of(a).shape for a in (equation.invars[0], equation.outvars[0]))
+    one, other = ([n for n in shape if n != 1] for shape in shapes)
+    return one == other
 
 
 def _number(literal: Literal) -> float:

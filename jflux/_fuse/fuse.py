@@ -44,7 +44,10 @@ def fuse(
     ====================================================  ======================================
     `all_gather`, which one or several products multiply  :func:`jflux.all_gather_matmul`
     sum of products, then `psum_scatter`; plus an array   :func:`jflux.matmul_reduce_scatter`
-    product, then `psum`; plus an array                   :func:`jflux.matmul_all_reduce`
+    product, then `psum`; plus an array; then a norm      :func:`jflux.matmul_all_reduce`
+    `all_to_all` and a product, in either order           :func:`jflux.all_to_all_matmul`,
+                                                          :func:`jflux.matmul_all_to_all`
+    small collectives that are left; ragged products      jflux's
     ====================================================  ======================================
 
     All else stays as it is, equation for equation. Results are those of f but for rounding: the ops

@@ -32,6 +32,7 @@ class BodyPlan:
     """
 
     jaxpr: Jaxpr
+    scope: Scope
     sites: tuple[Site, ...]
     declined: tuple[Declined, ...]
     inner: Mapping[int, Mapping[str, tuple[BodyPlan, ...]]]
@@ -100,7 +101,7 @@ class Planner:
                 name: tuple(self._inner(equation, one, within, specs) for one in bodies)
                 for name, bodies in inner_bodies(equation)
             }
-        return BodyPlan(jaxpr, sites, tuple(declined), inner, tuple(steps))
+        return BodyPlan(jaxpr, scope, sites, tuple(declined), inner, tuple(steps))
 
     def _inner(self, equation: JaxprEqn, body: Any, scope: Scope, specs: Specs | None) -> BodyPlan:
         """Of a body of an equation."""

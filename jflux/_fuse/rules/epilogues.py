@@ -87,13 +87,13 @@ def _biased(body: Body, product: Product, context: Context) -> _Step:
     if equation.primitive.name not in ADDS or type_of(equation.outvars[0]) != type_of(y):
         return plain
     one, other = equation.invars
-    bias = _vector(body, other if one is y else one, product.w.n)
+    bias = vector(body, other if one is y else one, product.w.n)
     if bias is None or type_of(bias).dtype != type_of(y).dtype:
         return plain
     return _Step(equation.outvars[0], bias, (user,))
 
 
-def _vector(body: Body, atom: Atom, columns: tuple[int, ...]) -> Atom | None:
+def vector(body: Body, atom: Atom, columns: tuple[int, ...]) -> Atom | None:
     """The array of so many columns that is the same in all rows of this one."""
     while not isinstance(atom, Literal):
         shape = type_of(atom).shape

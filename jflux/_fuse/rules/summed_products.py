@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+from jax.extend.core import Var
 
 from ..._ops.products.matmul_all_reduce import OP, matmul_all_reduce
 from ..bodies import Body, type_of
 from ..sites import Context, Declined, Site, as_names
 from ..views import reshaped
-from . import summands
+from . import norms, summands
 
 
 def find(body: Body, index: int, context: Context) -> Site | Declined | None:
@@ -32,16 +35,27 @@ def find(body: Body, index: int, context: Context) -> Site | Declined | None:
         members = (*members, residual[0])
         (result,) = body.equations[residual[0]].outvars
     ranks, layout = context.ranks(names), total.terms[0].layout
+    norm = norms.find(body, result, context) if layout.taken[-1] == layout.columns else None
+    outputs: tuple[Var, ...] = (result,)
+    if norm is not None:
+        members = (*members, *norm.members)
+        outputs = (result, norm.result)
 
     def call(*arrays: jax.Array) -> list[jax.Array]:
         (x,), (w,) = total.operands(arrays[:2])
         added = layout.as_result(arrays[2], ()) if residual else None
-        y = matmul_all_reduce(x, w, axis_name=names, residual=added, **total.options)
-        return [reshaped(layout.of_result(y, ()), type_of(result).shape)]
+        factors = arrays[3 if residual else 2 :]
+        of_rows = None if norm is None else norm.norm(factors)
+        made: Any = matmul_all_reduce(
+            x, w, axis_name=names, residual=added, norm=of_rows, **total.options
+        )
+        ys = (made,) if norm is None else made
+        return [reshaped(layout.of_result(y, ()), type_of(result).shape) for y in ys]
 
     aval = type_of(equation.outvars[0])
     inputs = total.inputs if residual is None else (*total.inputs, residual[1])
+    inputs = inputs if norm is None else (*inputs, *norm.factors)
     return Site(
-        OP, index, members, inputs, (result,), call,
+        OP, index, members, inputs, outputs, call,
         hidden=2 * (ranks - 1) * aval.size * aval.dtype.itemsize // ranks,
     )  # fmt: skip
