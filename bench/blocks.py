@@ -3,10 +3,11 @@
 python -m bench.blocks --ranks 4 --out bench/results/4xh200_blocks.json
 
 Tensor-parallel with sequence-parallel activations: a rank holds T/N of T tokens, and of every
-weight its part. Three contestants run the same functions:
+weight its part. Four contestants run the same functions:
 
   jflux   its ops
   XLA     `jflux.reference`: all_gather, dot, dot, psum_scatter
+  fused   XLA's functions through `jflux.fuse`
   alone   the same products, with copies and sums of a rank's own data instead of communication
 
 What a contestant takes beyond "alone" is communication that is exposed. `--recipe block` adds
@@ -83,7 +84,7 @@ class Alone:
         return jnp.sum(parts, 0, dtype=jnp.float32).astype(x.dtype) + residual
 
 
-CONTESTANTS = {"jflux": jflux, "XLA": jflux.reference, "alone": Alone}
+CONTESTANTS = {"jflux": jflux, "XLA": jflux.reference, "fused": jflux.reference, "alone": Alone}
 
 _BLOCK = jflux.Recipe.block
 RECIPES = {
@@ -210,6 +211,7 @@ def measure(
         row["recipe"], contestants["8 bits"] = recipe, by_recipe(recipe)
     for name, ops in contestants.items():
         both = forward_and_backward(ops, model, part)
+        both = jflux.fuse(both) if name == "fused" else both
         before = heap_used()
         once = trials.compiled(both, mesh, specs, (specs[0], *specs), x, w)
         analysis = once.memory_analysis()
@@ -224,7 +226,7 @@ def measure(
     return row
 
 
-COLUMNS = ("model", "part", "tokens", "alone ms", "XLA ms", "jflux ms", "jflux / XLA",
+COLUMNS = ("model", "part", "tokens", "alone ms", "XLA ms", "jflux ms", "jflux / XLA", "fused ms",
            "exposed ms, XLA", "jflux", "MiB, XLA", "jflux", "heap", "recipe", "8 bits ms",
            "jflux / 8 bits", "MiB, 8 bits", "heap, 8 bits")  # fmt: skip
 
@@ -236,7 +238,8 @@ def cells(row: dict[str, Any]) -> list[str]:
     heap = row["memory"]["jflux"]["heap"] / 2**20
     return [
         row["model"], row["part"], str(row["tokens"]), f"{alone:.3f}", f"{xla:.3f}", f"{ours:.3f}",
-        f"{ours / xla:.3f}", f"{xla - alone:.3f}", f"{ours - alone:.3f}",
+        f"{ours / xla:.3f}", f"{row['fused']['median'] * 1e3:.3f}" if "fused" in row else "",
+        f"{xla - alone:.3f}", f"{ours - alone:.3f}",
         *(f"{one:.0f}" for one in (*memory, heap)), *_of_recipe(row),
     ]  # fmt: skip
 
