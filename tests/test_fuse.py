@@ -266,6 +266,14 @@ def test_a_report_says_what_happens():
     assert "float32[2, 512, 256], 4 times" in text
     assert text.endswith("8 of 8 collectives are jflux's; 8.00 MiB reach a rank beside products")
     assert repr(report) == text
+    before, after = report.picture.splitlines()[1:]
+    assert before == (
+        "  before  all_gather > 2 dot_general > silu > mul > dot_general > reduce_scatter > add"
+    ) or sorted(before.split(" > ")) == sorted(
+        "  before  all_gather > dot_general > silu > dot_general > mul > dot_general > "
+        "reduce_scatter > add".split(" > ")
+    )
+    assert after == "  after   all_gather_matmul > matmul_reduce_scatter"
     empty = jflux.fuse(jnp.sin).report(jnp.ones(2))
     assert str(empty) == "no collective over an axis of a shard_map"
 

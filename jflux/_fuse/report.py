@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from jax.extend.core import JaxprEqn
@@ -11,6 +12,7 @@ from jax.extend.core import JaxprEqn
 from .._call.explain import describe
 from .bodies import type_of, where
 from .planning import BodyPlan
+from .sites import Site
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +51,19 @@ class Found:
 
 
 class Report(tuple[Found, ...]):
-    """The collectives of a function, in the order of the program. Prints as a report."""
+    """The collectives of a function, in the order of the program. Prints as a report.
+
+    Attributes:
+      picture: the products and collectives of each body in which an op is taken, before and after.
+    """
+
+    picture: str
 
     @classmethod
     def of(cls, plan: BodyPlan) -> Report:
-        return cls(_found(plan, 1))
+        report = cls(_found(plan, 1))
+        report.picture = "\n".join(_pictures(plan, "function"))
+        return report
 
     @property
     def taken(self) -> tuple[Found, ...]:
@@ -95,6 +105,32 @@ def _found(plan: BodyPlan, calls: int) -> Iterator[Found]:
         for plans in plan.inner.get(index, {}).values():
             for inner in plans:
                 yield from _found(inner, calls * _length(equation))
+
+
+def _pictures(plan: BodyPlan, name: str) -> Iterator[str]:
+    """Of a body and the bodies in it."""
+    equations = plan.jaxpr.eqns
+    if plan.sites:
+        members = {index for site in plan.sites for index in site.members}
+        shown = members | {one.at for one in plan.declined}
+        shown |= {i for i, e in enumerate(equations) if e.primitive.name == "dot_general"}
+        before = [_name(equations[index]) for index in sorted(shown)]
+        after = [
+            step.op if isinstance(step, Site) else _name(equations[step])
+            for step in plan.steps
+            if isinstance(step, Site) or step in shown
+        ]
+        yield f"{name}\n  before  {_joined(before)}\n  after   {_joined(after)}"
+    for index, inner in plan.inner.items():
+        here = f"{_name(equations[index])}, {where(equations[index])}"
+        for plans in inner.values():
+            for one in plans:
+                yield from _pictures(one, here)
+
+
+def _joined(names: list[str]) -> str:
+    runs = ((name, len(list(run))) for name, run in itertools.groupby(names))
+    return " > ".join(name if count == 1 else f"{count} {name}" for name, count in runs)
 
 
 def _name(equation: JaxprEqn) -> str:
