@@ -325,7 +325,12 @@ def _transposed(x, w):
     return jnp.einsum("df,bsd->fbs", w, gather(x))
 
 
+def _of_a_weight(x, w):
+    return jnp.einsum("df,bsd->bsf", gather(w), x)
+
+
 ALONE = {
+    _of_a_weight: "the product's result would be transposed",
     _transposed: "the product's result would be transposed",
     _contracted: "the gathered dimension is contracted",
     _used_twice: "the product has other uses",

@@ -102,7 +102,7 @@ class Consumers:
     ) -> Form | str:
         """How a product takes it, or why no op does. `why_not_contracted`: why none does whose
         contracted dimensions have a part of those that the collective made."""
-        if product.side == 1 and not _is_turned(self.body, product):
+        if _is_copied(self.body, product):
             return "the product's result would be transposed"
         dimensions = view.resolved()
         contracted = tuple(atom for i in product.contracted for atom in dimensions[i])
@@ -163,12 +163,16 @@ class Consumers:
         return [parent[1] for parent in parents if parent is not None]
 
 
-def _is_turned(body: Body, product: Product) -> bool:
-    """Whether nobody but a transpose takes a product [*n, *rows], and puts n last again."""
+def _is_copied(body: Body, product: Product) -> bool:
+    """Whether the op's result, in which n is last, would be copied to be what is wanted: XLA's
+    product could write it so, with rows last."""
+    n, rows = len(product.w.n), len(product.rows)
+    last = tuple(range(rows, n + rows)) if product.side == 0 else tuple(range(n))  # n's dimensions
     user = body.only_user(product.equation.outvars[0])
     if user is None or body.equations[user].primitive.name != "transpose":
-        return False
-    return body.equations[user].params["permutation"][-1] == len(product.w.n) - 1
+        return product.side == 1
+    wanted = tuple(body.equations[user].params["permutation"])
+    return wanted[:n] == last if product.side == 0 else wanted[-1] != last[-1]
 
 
 def result_of(product: Product, y: jax.Array) -> jax.Array:

@@ -237,11 +237,20 @@ def _term(
         layout = _layout(product, view, moved, columns)
         if isinstance(layout, str):
             reasons.append(layout)
-        elif side == 1 and (layout.taken[-1] or (None,))[-1] != len(layout.sizes) - 1:
+        elif _is_copied(layout, side):
             reasons.append("the product's result would be transposed")
         else:
             return Term(product, layout)
     return reasons[0]
+
+
+def _is_copied(layout: Layout, side: int) -> bool:
+    """Whether the op's result, in which n is last, would be copied to be what the collective takes:
+    XLA's product could write it so, with rows last."""
+    atoms = [atom for dimension in layout.taken for atom in dimension]
+    if side == 0:
+        return atoms[: len(layout.columns)] == list(layout.columns) != atoms
+    return atoms[-1:] != list(layout.columns[-1:])
 
 
 def _layout(
