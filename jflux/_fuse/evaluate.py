@@ -36,17 +36,20 @@ def evaluate(plan: BodyPlan, consts: Sequence[Any], args: Sequence[Any]) -> list
     def read(atom: Atom) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
-    for step in plan.steps:
+    for step, unused in zip(plan.steps, plan.last_uses, strict=True):
         if isinstance(step, Site):
             made = _call(step, jaxpr.eqns[step.at], [read(atom) for atom in step.inputs])
             values |= zip(step.outputs, made, strict=True)
-            continue
-        equation = jaxpr.eqns[step]
-        with as_in(equation):
-            operands = [read(atom) for atom in equation.invars]
-            inner = plan.inner[step] if plan.changed(step) else None
-            results = _bind(equation, operands, inner)
-        values |= zip(equation.outvars, results, strict=True)
+        else:
+            equation = jaxpr.eqns[step]
+            with as_in(equation):
+                operands = [read(atom) for atom in equation.invars]
+                inner = plan.inner[step] if plan.changed(step) else None
+                results = _bind(equation, operands, inner)
+            values |= zip(equation.outvars, results, strict=True)
+            del operands, results
+        for var in unused:
+            del values[var]
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -123,7 +126,9 @@ def _rewritten(body: Any, plan: BodyPlan) -> Any:
     if plan.is_same:
         return body
     new = jax.make_jaxpr(_as_function(body, plan))(*(type_of(var) for var in plan.jaxpr.invars))
-    return new if isinstance(body, ClosedJaxpr) else new.jaxpr
+    if isinstance(body, ClosedJaxpr):
+        return new
+    return body if new.consts else new.jaxpr  # such a body has no place for constants
 
 
 def _as_function(body: Any, plan: BodyPlan) -> Callable[..., Any]:

@@ -19,6 +19,8 @@ Term = Any
 
 #: Primitives that run a body, by the parameter that holds it.
 CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+#: A function with a derivative of its own is another one than its equations.
+OWN_DERIVATIVE = "custom_jvp_call"
 #: Parameters that say nothing about what is computed.
 SILENT = ("sharding", "out_sharding", "accuracy", "weak_type", "shape", "dimensions", "axes")
 #: Equations with more parts are no activation.
@@ -85,10 +87,14 @@ class _Reader:
                 raise _NoTermError
             inner = Body(equations_of(body))
             known = dict(zip(inner.jaxpr.invars, operands, strict=True))
-            return self.read(inner.jaxpr, inner.maker, inner.jaxpr.outvars[at], known)
+            found = self.read(inner.jaxpr, inner.maker, inner.jaxpr.outvars[at], known)
+            if name == OWN_DERIVATIVE:
+                return name, inner.jaxpr.debug_info.func_src_info, found
+            return found
         if name in ("pvary", "pcast", "broadcast_in_dim", "copy") or _adds_ones(equation):
             return operands[0]
-        if name == "convert_element_type" and isinstance(operands[0], float):
+        is_number = name == "convert_element_type" and isinstance(operands[0], float)
+        if is_number and jnp.issubdtype(params["new_dtype"], np.floating):
             return float(np.asarray(operands[0]).astype(params["new_dtype"]))
         if len(equation.outvars) > 1:
             raise _NoTermError
@@ -113,7 +119,8 @@ def _adds_ones(equation: JaxprEqn) -> bool:
 def _number(literal: Literal) -> float:
     """As its type holds it."""
     aval = type_of(literal)
-    if aval.shape or not jnp.issubdtype(aval.dtype, np.number):
+    is_real = jnp.issubdtype(aval.dtype, np.floating) or jnp.issubdtype(aval.dtype, np.integer)
+    if aval.shape or not is_real:
         raise _NoTermError
     return float(np.asarray(literal.val).astype(aval.dtype))
 
@@ -125,7 +132,7 @@ SLOPE = float(np.sqrt(2 / np.pi))
 #: Activations of the ops, as programs write them.
 WRITTEN: Mapping[str, tuple[Callable[[jax.Array], jax.Array], ...]] = {
     "silu": (jax.nn.silu, lambda x: x * jax.nn.sigmoid(x), lambda x: x / (1 + jnp.exp(-x))),
-    "relu": (jax.nn.relu, lambda x: jnp.maximum(x, 0)),
+    "relu": (jax.nn.relu,),  # not `jnp.maximum`, which has half a derivative at 0
     "gelu_tanh": (
         functools.partial(jax.nn.gelu, approximate=True),
         lambda x: 0.5 * x * (1 + jnp.tanh(SLOPE * (x + 0.044715 * x**3))),
@@ -143,6 +150,8 @@ WRITTEN: Mapping[str, tuple[Callable[[jax.Array], jax.Array], ...]] = {
 def activations(dtype: np.dtype) -> Mapping[Term, str]:
     """The names of the ops' activations, by their terms for arrays of this type."""
     found: dict[Term, str] = {}
+    if not jnp.issubdtype(dtype, np.floating):
+        return found
     with jax.numpy_dtype_promotion("standard"):
         for name, ways in WRITTEN.items():
             for way in ways:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import collections
+import enum
 import functools
+import os
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._ranks import meshes
 from .bodies import equations_of, type_of, where
@@ -20,6 +24,9 @@ from .report import Report
 from .rules import OPS
 from .sites import Scope
 from .specs import of_sharding
+
+# Lines of this package are not the user's.
+source_info_util.register_exclusion(os.path.dirname(__file__))
 
 #: Traces that a fused function remembers.
 MOST = 64
@@ -59,7 +66,7 @@ def fuse(
 
     Args:
       f: a function of pytrees. Arrays in its arguments are traced, and all else, Python's numbers
-        too, goes to it as it is.
+        too, goes to it as it is. `jax.jit` goes around `fuse` if it has ``compiler_options``.
       only: the ops to take, such as "all_gather_matmul", or lines of the program, as reports name
         them ("model.py:120"): nothing else changes. None: all.
       skip: ops and lines to leave as they are.
@@ -106,20 +113,27 @@ class Fused:
     def __init__(
         self, f: Callable[..., Any], only: tuple[str, ...] | None, skip: tuple[str, ...]
     ) -> None:
-        functools.update_wrapper(self, f)
+        functools.update_wrapper(self, f, updated=())
         self._f, self._only, self._skip = f, only, skip
         self._functions: collections.OrderedDict[Hashable, _Flat] = collections.OrderedDict()
         self._plans: collections.OrderedDict[Hashable, tuple[Any, BodyPlan]]
         self._plans = collections.OrderedDict()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if getattr(jax.config, "jax_disable_jit", False):  # for who wants to see values
+            return self._f(*args, **kwargs)
         jaxpr, plan, arrays, tree = self._planned(args, kwargs)
-        return jax.tree.unflatten(tree, evaluate(plan, jaxpr.consts, arrays))
+        results = map(_as_array, evaluate(plan, jaxpr.consts, arrays))
+        return jax.tree.unflatten(tree, list(results))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        if instance is None:
+            return self
+        bound: Any = functools.partial(self, instance)
+        bound.report = functools.partial(self.report, instance)
+        return bound
 
-    def report(self, *args: Any, **kwargs: Any) -> Report:
+    def report(self, /, *args: Any, **kwargs: Any) -> Report:
         """What is found in a call. Nothing runs.
 
         Args:
@@ -136,10 +150,11 @@ class Fused:
     ) -> tuple[Any, BodyPlan, list[Any], Any]:
         """(the jaxpr, its plan, the arrays that it takes, the results' tree)."""
         leaves, tree = jax.tree.flatten((args, kwargs))
-        is_array = tuple(isinstance(leaf, _ARRAYS) for leaf in leaves)
+        is_array = tuple(map(_is_array, leaves))
         arrays = [leaf for leaf, is_ in zip(leaves, is_array, strict=True) if is_]
         others = [leaf for leaf, is_ in zip(leaves, is_array, strict=True) if not is_]
-        key = tree, is_array, tuple((type(leaf), leaf) for leaf in others)
+        values = tuple(map(_value, others))
+        key = None if _CHANGES in values else (tree, is_array, values)
         flat = _remembered(
             self._functions, key, lambda: _Flat(self._f, tree, is_array, tuple(others))
         )
@@ -156,11 +171,10 @@ class Fused:
         return jaxpr, plan, arrays, jax.tree.structure(shapes)
 
     def _wants(self, op: str, equation: JaxprEqn) -> bool:
-        names = {op}
-        line = where(equation).split(" ")[0]  # less the function's name
+        line = where(equation).rpartition(" (")[0]  # less the function's name
 
         def is_in(wanted: Sequence[str]) -> bool:
-            return any(one in names or (":" in one and line.endswith(one)) for one in wanted)
+            return any(one in (op, line) or line.endswith(f"/{one}") for one in wanted)
 
         return (self._only is None or is_in(self._only)) and not is_in(self._skip)
 
@@ -174,14 +188,35 @@ def _sharding(array: Any) -> NamedSharding | None:
 def _plan(jaxpr: ClosedJaxpr, scope: Scope, shardings: Sequence[NamedSharding | None]) -> BodyPlan:
     arguments = zip(equations_of(jaxpr).invars, shardings, strict=True)
     known = {var: sharding for var, sharding in arguments if sharding is not None}
-    given = {var: of_sharding(s, type_of(var).ndim) for var, s in known.items()}
     meshes_of = {sharding.mesh for sharding in known.values()}
     mesh = meshes_of.pop() if len(meshes_of) == 1 else None
-    specs = {var: spec for var, spec in given.items() if spec is not None and mesh is not None}
+    given = {var: of_sharding(s, type_of(var).ndim, mesh) for var, s in known.items()}
+    specs = {var: spec for var, spec in given.items() if spec is not None}
     return Planner().plan(jaxpr, scope, specs, mesh)
 
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+def _is_array(leaf: Any) -> bool:
+    """Whether a leaf of the arguments is traced."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind not in "OSUMm"
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+
+
+def _as_array(result: Any) -> Any:
+    """A result that the program has as a number is one too, as it is under `jax.jit`."""
+    return result if isinstance(result, jax.Array) else jnp.asarray(result)
+
+
+#: Stands for an object that may change, so that no trace with it is remembered.
+_CHANGES = object()
+_FIXED = (str, bytes, type(None), enum.Enum, np.dtype, Mesh, AbstractMesh, PartitionSpec)
+
+
+def _value(leaf: Any) -> Hashable:
+    """What tells a leaf that is no array from others."""
+    if isinstance(leaf, bool | int | float | complex):
+        return type(leaf), repr(leaf)  # 0.0 is not -0.0, and NaN is NaN
+    return (type(leaf), leaf) if isinstance(leaf, _FIXED) else _CHANGES
 
 
 class _Flat:
@@ -190,7 +225,7 @@ class _Flat:
     def __init__(
         self, f: Callable[..., Any], tree: Any, is_array: Sequence[bool], others: Sequence[Any]
     ) -> None:
-        functools.update_wrapper(self, f)
+        functools.update_wrapper(self, f, updated=())
         self._f, self._tree, self._is_array, self._others = f, tree, is_array, others
 
     def __call__(self, *arrays: Any) -> Any:
@@ -203,14 +238,13 @@ class _Flat:
 def _remembered(
     known: collections.OrderedDict[Hashable, Any], key: Hashable, make: Callable[[], Any]
 ) -> Any:
-    """What `known` has under the key, or what is made now; not remembered if the key has no hash.
-    The oldest are forgotten."""
-    try:
-        found = known.get(key)
-    except TypeError:
-        return make()
+    """What `known` has under the key, or what is made now; not remembered under None. What was not
+    asked for the longest is forgotten."""
+    found = known.pop(key, None)
     if found is None:
-        found = known[key] = make()
+        found = make()
+    if key is not None:
+        known[key] = found
         while len(known) > MOST:
             known.popitem(last=False)
     return found

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from .bodies import BODIES, Body, dropped_with, equations_of, inner_bodies
+from .bodies import BODIES, Body, dropped_with, equations_of, inner_bodies, type_of
 from .rules import GLOBAL_RULES, RULES
 from .sites import Context, Declined, Scope, Site
 from .specs import Spec, Specs
@@ -51,6 +51,22 @@ class BodyPlan:
     def is_same(self) -> bool:
         """Whether no site is in it, or in a body in it."""
         return not self.sites and not any(self.changed(index) for index in self.inner)
+
+    @functools.cached_property
+    def last_uses(self) -> list[list[Var]]:
+        """The variables that no step after this one reads, by step."""
+        results = {var for var in self.jaxpr.outvars if isinstance(var, Var)}
+        seen: set[Var] = set(results)
+        last: list[list[Var]] = []
+        for step in reversed(self.steps):
+            site = isinstance(step, Site)
+            equation = None if site else self.jaxpr.eqns[cast(int, step)]
+            atoms = (*step.inputs, *step.outputs) if isinstance(step, Site) else ()
+            atoms = (*equation.invars, *equation.outvars) if equation is not None else atoms
+            here = {atom for atom in atoms if isinstance(atom, Var)} - seen
+            last.append(list(here))
+            seen |= here
+        return last[::-1]
 
     def changed(self, index: int) -> bool:
         """Whether an equation has a body with a site."""
@@ -107,8 +123,8 @@ class Planner:
         """Of a body of an equation."""
         if specs is None:
             return self.plan(body, scope)
-        given = specs.of_arguments(equation, equations_of(body))
-        return self.plan(body, scope, given, specs.mesh)
+        given, mesh = specs.of_arguments(equation, equations_of(body))
+        return self.plan(body, scope, given, mesh)
 
 
 NOT_WANTED = "`only` or `skip` leaves it out"
@@ -125,6 +141,8 @@ def _find(context: Context) -> tuple[Context, list[Declined]]:
             if rule is None or not context.is_free(index):
                 continue
             found = rule(body, index, context)
+            if isinstance(found, Site) and any(type_of(v).weak_type for v in found.outputs):
+                found = Declined(found.op, index, "its result has a weak type")
             if isinstance(found, Declined):  # the first reason counts, if no rule finds more
                 declined.setdefault(index, found)
             elif found is not None and not scope.wanted(found.op, equation):

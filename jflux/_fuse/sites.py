@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from .._ops._spec import all_ops
@@ -120,27 +121,35 @@ class Context:
                 todo += [self.body.made_by(atom) for atom in self.body.equations[index].invars]
         return False
 
-    def why_not_tiled(self, equation: JaxprEqn, op: str, names: Sequence[Any]) -> str | None:
+    def why_not_tiled(self, equation: JaxprEqn, names: Sequence[Any]) -> str | None:
         """Why no product is fused with a collective over these axes, whatever is beside it."""
-        if equation.params.get("axis_index_groups") is not None:
-            return "the collective has axis_index_groups"
         if not equation.params.get("tiled", True):
             return "the collective is not tiled"
-        return self.why_not(equation, op, names)
+        return self.why_no_groups(equation, names)
 
-    def why_not(self, equation: JaxprEqn, op: str, names: Sequence[Any]) -> str | None:
+    def why_no_groups(self, equation: JaxprEqn, names: Sequence[Any]) -> str | None:
+        """The same of one that is tiled."""
+        if equation.params.get("axis_index_groups") is not None:
+            return "the collective has axis_index_groups"
+        return self.why_not(equation, names)
+
+    def why_not(self, equation: JaxprEqn, names: Sequence[Any]) -> str | None:
         """Why no op stands for a collective over these axes."""
         unbound = [name for name in names if name not in self.scope.axes]
         if unbound:
             return f"axis {unbound[0]!r} is no axis of a shard_map's mesh"
         if self.ranks(names) == 1:
             return "the axis has one rank"
-        for atom in equation.invars:
-            aval = type_of(atom)
-            if not aval.size:
-                return "the array is empty"
-            if op in all_ops() and not all_ops()[op].takes(self.scope.platform, aval.dtype):
-                return f"no kernel for {self.scope.platform} takes {aval.dtype}"
+        if not all(type_of(atom).size for atom in equation.invars):
+            return "the array is empty"
+        return None
+
+    def why_not_of(self, op: str, dtype: Any) -> str | None:
+        """Why no kernel takes operands of this type."""
+        known = all_ops().get(op)
+        is_extended = jnp.issubdtype(dtype, jax.dtypes.extended)  # such as a key
+        if is_extended or (known is not None and not known.takes(self.scope.platform, dtype)):
+            return f"no kernel for {self.scope.platform} takes {dtype}"
         return None
 
     def ranks(self, names: Sequence[Any]) -> int:

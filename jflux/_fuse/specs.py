@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .bodies import Atom, Body, equations_of, type_of
 from .views import View
@@ -42,8 +42,26 @@ def partition_spec(spec: Spec) -> PartitionSpec:
     )
 
 
-def of_sharding(sharding: Any, ndim: int) -> Spec | None:
-    return normal(sharding.spec, ndim) if isinstance(sharding, NamedSharding) else None
+def of_sharding(sharding: Any, ndim: int, mesh: Any) -> Spec | None:
+    """None: not known, or over another mesh."""
+    if not isinstance(sharding, NamedSharding) or not _is_same(sharding.mesh, mesh):
+        return None
+    return normal(sharding.spec, ndim)
+
+
+def _mesh_of(sharding: Any) -> Any:
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two meshes are one; of an abstract one as far as is known."""
+    if one == other:
+        return True
+    if other is None or (isinstance(one, Mesh) and isinstance(other, Mesh)):
+        return False
+    abstract = (getattr(mesh, "abstract_mesh", mesh) for mesh in (one, other))
+    first, second = abstract
+    return bool(first == second)
 
 
 class Specs:
@@ -63,8 +81,7 @@ class Specs:
             return
         for equation in body.equations:  # any constraint names the mesh
             if self.mesh is None and equation.primitive.name in CONSTRAINTS:
-                sharding = equation.params.get("sharding")
-                self.mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+                self.mesh = _mesh_of(equation.params.get("sharding"))
         if self.mesh is not None:
             for _ in range(2):
                 self._forward()
@@ -84,19 +101,21 @@ class Specs:
             return ((),) * ndim
         return self._known.get(atom)
 
-    def of_arguments(self, equation: JaxprEqn, body: Jaxpr) -> dict[Var, Spec]:
-        """What is known of the arguments of a body of an equation."""
+    def of_arguments(self, equation: JaxprEqn, body: Jaxpr) -> tuple[dict[Var, Spec], Any]:
+        """What is known of the arguments of a body of an equation, and the mesh."""
         if self._typed is not None or equation.primitive.name == "while":
-            return {}
-        given: dict[Var, Spec] = {}
+            return {}, self.mesh
         operands = equation.invars[len(equation.invars) - len(body.invars) :]
         shardings = equation.params.get("in_shardings", (None,) * len(operands))
+        meshes = [mesh for mesh in map(_mesh_of, shardings) if mesh is not None]
+        mesh = meshes[0] if self.mesh is None and meshes else self.mesh
+        given: dict[Var, Spec] = {}
         for var, atom, sharding in zip(body.invars, operands, shardings, strict=True):
-            spec = of_sharding(sharding, type_of(var).ndim)
+            spec = of_sharding(sharding, type_of(var).ndim, mesh)
             spec = self.of(atom) if spec is None and self.mesh is not None else spec
             if spec is not None:
                 given[var] = spec[len(spec) - type_of(var).ndim :]  # one step of a scan
-        return given
+        return given, mesh
 
     def _explicit_mesh(self) -> Any:
         for atom in (*self.body.jaxpr.invars, *self.body.maker):
@@ -114,7 +133,7 @@ class Specs:
         for equation in self.body.equations:
             name = equation.primitive.name
             if name in CONSTRAINTS:
-                self._set(equation.outvars[0], _constraint(equation))
+                self._set(equation.outvars[0], _constraint(equation, self.mesh))
             elif name in ELEMENTWISE:
                 self._set(equation.outvars[0], self._of_operands(equation))
             elif name == "dot_general":
@@ -155,10 +174,10 @@ class Specs:
 
     def _of_call(self, equation: JaxprEqn) -> None:
         body = equations_of(equation.params["jaxpr"])
-        given = self.of_arguments(equation, body)
+        given, mesh = self.of_arguments(equation, body)
         key = id(equation), tuple(given.get(var) for var in body.invars)
         if key not in self._calls:
-            inner = Specs(Body(body), given, self.mesh)
+            inner = Specs(Body(body), given, mesh)
             self._calls[key] = [inner.of(atom) for atom in body.outvars]
         for var, spec in zip(equation.outvars, self._calls[key], strict=True):
             if spec is not None:
@@ -178,11 +197,11 @@ def natural(equation: JaxprEqn, lhs: Spec, rhs: Spec) -> Spec:
     return (*(lhs[i] for i in batch), *rows, *columns)
 
 
-def _constraint(equation: JaxprEqn) -> Spec | None:
+def _constraint(equation: JaxprEqn, mesh: Any) -> Spec | None:
     if equation.params.get("unconstrained_dims"):
         return None
     sharding = equation.params.get("sharding") or equation.params.get("dst_sharding")
-    return of_sharding(sharding, type_of(equation.outvars[0]).ndim)
+    return of_sharding(sharding, type_of(equation.outvars[0]).ndim, mesh)
 
 
 def _of_view(equation: JaxprEqn, spec: Spec, mesh: Any) -> Spec | None:

@@ -42,7 +42,7 @@ def _all_to_all(params: Params, x: jax.Array) -> list[jax.Array]:
     return [
         exchange.all_to_all(
             x, axis_name=params["axis_name"], split_axis=params["split_axis"],
-            concat_axis=params["concat_axis"], tiled=params["tiled"],
+            concat_axis=params["concat_axis"], tiled=True,  # as the equation has them
             axis_index_groups=params["axis_index_groups"],
         )
     ]  # fmt: skip
@@ -76,8 +76,11 @@ def _rule(op: str, call: Callable[..., list[jax.Array]]) -> Rule:
 
 
 def _why_not(equation: JaxprEqn, op: str, names: Any, context: Context) -> str | None:
-    if why := context.why_not(equation, op, names):
+    if why := context.why_not(equation, names):
         return why
+    for atom in equation.invars:
+        if why := context.why_not_of(op, type_of(atom).dtype):
+            return why
     most = all_ops()[op].most_bytes if op in all_ops() else None
     moved = max(type_of(var).size * type_of(var).dtype.itemsize for var in equation.outvars)
     if op == "reduce_scatter":

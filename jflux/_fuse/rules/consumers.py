@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
@@ -57,18 +59,23 @@ class Consumers:
       made: its result.
       seen: all views of it, itself first.
       units: the dimensions of the result that the collective has made longer or shorter.
+      members: its equation, and others that make the same of the same array.
     """
 
     body: Body
     made: Var
     seen: dict[Var, Seen]
     units: list[Dimension]
+    members: tuple[int, ...]
 
     @classmethod
-    def of(cls, body: Body, made: Var, moved: Sequence[int], context: Context) -> Consumers:
-        """`moved`: the dimensions that the collective has made longer or shorter."""
-        seen = {made: Seen(View.of(type_of(made).shape), None)}
-        todo = [made]
+    def of(cls, body: Body, index: int, moved: Sequence[int], context: Context) -> Consumers:
+        """Of a collective's equation. `moved`: the dimensions that it makes longer or shorter."""
+        (made,) = body.equations[index].outvars
+        view = View.of(type_of(made).shape)
+        members = (index, *_twins(body, index, context))
+        seen = {var: Seen(view, None) for i in members for var in body.equations[i].outvars}
+        todo = list(seen)
         while todo:
             var = todo.pop()
             for user in body.users.get(var, ()):
@@ -76,13 +83,13 @@ class Consumers:
                     continue
                 if len(body.equations[user].invars) != 1:
                     continue
-                view = seen[var].view.through(body.equations[user])
-                if view is not None:
+                after = seen[var].view.through(body.equations[user])
+                if after is not None:
                     (out,) = body.equations[user].outvars
-                    seen[out] = Seen(view, (var, user))
+                    seen[out] = Seen(after, (var, user))
                     todo.append(out)
-        resolved = seen[made].view.resolved()
-        return cls(body, made, seen, [resolved[i] for i in moved])
+        resolved = view.resolved()
+        return cls(body, made, seen, [resolved[i] for i in moved], members)
 
     def products(self, context: Context) -> Iterator[tuple[Product, View] | str]:
         """The products of each view, or why one is none."""
@@ -98,16 +105,30 @@ class Consumers:
                 yield product if isinstance(product, str) else (product, one.view)
 
     def form(
-        self, product: Product, view: View, why_not_contracted: str | None = None
+        self,
+        product: Product,
+        view: View,
+        op: str,
+        context: Context,
+        why_not_contracted: str | None = None,
     ) -> Form | str:
-        """How a product takes it, or why no op does. `why_not_contracted`: why none does whose
+        """How a product takes it, or why the op does not. `why_not_contracted`: why it does not if
         contracted dimensions have a part of those that the collective made."""
+        types = [np.dtype(type_of(self.made).dtype), *view.casts]
+        if any(after.itemsize > before.itemsize for before, after in itertools.pairwise(types)):
+            return f"more bytes would travel: its result is cast from {types[0]} to {types[-1]}"
+        if not all(jnp.issubdtype(one, jnp.floating) for one in types[1:]):
+            return f"its result is cast to {types[-1]}"
+        if why := context.why_not_of(op, types[-1]):
+            return why
         if _is_copied(self.body, product):
             return "the product's result would be transposed"
         dimensions = view.resolved()
         contracted = tuple(atom for i in product.contracted for atom in dimensions[i])
         rows: list[Dimension] = [(atom,) for i in product.rows for atom in dimensions[i]]
         for unit in self.units:
+            if not unit:
+                return "the collective's dimension has one element"
             if set(unit) & set(contracted):
                 if why_not_contracted is not None:
                     return why_not_contracted
@@ -161,6 +182,19 @@ class Consumers:
         """The equations that make `kept`, unless the collective does."""
         parents = [self.seen[var].parent for var in kept]
         return [parent[1] for parent in parents if parent is not None]
+
+
+def _twins(body: Body, index: int, context: Context) -> list[int]:
+    """Other equations that do the same with the same array. (XLA makes one of them all.)"""
+    equation = body.equations[index]
+    found = []
+    for user in body.users.get(cast(Var, equation.invars[0]), ()):
+        other = body.equations[user]
+        if user in (index, Body.RESULT) or other.primitive is not equation.primitive:
+            continue
+        if other.params == equation.params and context.is_free(user):
+            found.append(user)
+    return found
 
 
 def _is_copied(body: Body, product: Product) -> bool:

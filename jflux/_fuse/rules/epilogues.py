@@ -77,6 +77,12 @@ def find(body: Body, products: Sequence[Product], context: Context) -> Found:
     )  # fmt: skip
 
 
+def none(products: Sequence[Product]) -> Found:
+    """One that does nothing."""
+    results = tuple(product.equation.outvars[0] for product in products)
+    return Found((None,) * len(products), None, False, results, ())
+
+
 def _biased(body: Body, product: Product, context: Context) -> _Step:
     (y,) = product.equation.outvars
     user = body.only_user(y)
@@ -132,7 +138,10 @@ def _activated(body: Body, y: Var, context: Context) -> tuple[str, Var, tuple[in
         (result,) = equation.outvars
         inside[result] = None
         closed = all(
-            user in members for var in inside if var is not result for user in body.users[var]
+            user in members
+            for var in inside
+            if var is not result
+            for user in body.users.get(var, ())
         )
         if closed and type_of(result) == type_of(y):
             name = names.get(term(body, result, y))

@@ -23,9 +23,9 @@ def find_before(body: Body, index: int, context: Context) -> Site | Declined | N
     """Of a product that is exchanged."""
     equation = body.equations[index]
     names, moved = as_names(equation.params["axis_name"]), _moved(body, index)
-    if why := _why_not(body, index, before.OP, context):
+    if why := _why_not(body, index, context):
         return Declined(before.OP, index, why)
-    total = summands.find(body, equation.invars[0], moved, context)
+    total = summands.find(body, equation.invars[0], moved, before.OP, context)
     if isinstance(total, str):
         return Declined(before.OP, index, total)
     layout = total.terms[0].layout
@@ -53,15 +53,14 @@ def find_before(body: Body, index: int, context: Context) -> Site | Declined | N
 
 def find_after(body: Body, index: int, context: Context) -> Site | Declined | None:
     """Of what is exchanged and multiplied."""
-    equation = body.equations[index]
     moved = _moved(body, index)
-    if why := _why_not(body, index, after.OP, context):
+    if why := _why_not(body, index, context):
         return Declined(after.OP, index, why)
-    consumers = Consumers.of(body, equation.outvars[0], moved, context)
+    consumers = Consumers.of(body, index, moved, context)
     reasons: list[str] = []
     found: list[tuple[Product, Form]] = []
     for one in consumers.products(context):
-        form = one if isinstance(one, str) else consumers.form(*one)
+        form = one if isinstance(one, str) else consumers.form(*one, after.OP, context)
         if isinstance(form, Form) and all(unit in form.rows for unit in consumers.units):
             form = BOTH_ROWS
         if isinstance(form, Form):
@@ -82,7 +81,7 @@ def _site(
     body = consumers.body
     equation = body.equations[index]
     names, moved = as_names(equation.params["axis_name"]), _moved(body, index)
-    members = [index, product.index]
+    members = [*consumers.members, product.index]
     kept = consumers.kept(form, members)
     if isinstance(kept, str):
         return kept
@@ -116,10 +115,10 @@ def _moved(body: Body, index: int) -> tuple[int, int]:
     return params["split_axis"], params["concat_axis"]
 
 
-def _why_not(body: Body, index: int, op: str, context: Context) -> str | None:
+def _why_not(body: Body, index: int, context: Context) -> str | None:
     equation = body.equations[index]
     names = as_names(equation.params["axis_name"])
-    if why := context.why_not_tiled(equation, op, names):
+    if why := context.why_no_groups(equation, names):  # tiled, whatever its parameter says
         return why
     split, concat = _moved(body, index)
     return "its two dimensions are one" if split == concat else None

@@ -19,15 +19,14 @@ CONTRACTED = "the gathered dimension is contracted"
 
 def find(body: Body, index: int, context: Context) -> Site | Declined | None:
     equation = body.equations[index]
-    if why := context.why_not_tiled(equation, OP, as_names(equation.params["axis_name"])):
+    if why := context.why_not_tiled(equation, as_names(equation.params["axis_name"])):
         return Declined(OP, index, why)
-    (gathered,) = equation.outvars
     moved = (equation.params["all_gather_dimension"],)
-    consumers = Consumers.of(body, gathered, moved, context)
+    consumers = Consumers.of(body, index, moved, context)
     forms: dict[Form, list[Product]] = {}
     reasons: list[str] = []
     for found in consumers.products(context):
-        form = found if isinstance(found, str) else consumers.form(*found, CONTRACTED)
+        form = found if isinstance(found, str) else consumers.form(*found, OP, context, CONTRACTED)
         if isinstance(form, Form):
             forms.setdefault(form, []).append(found[0])  # type: ignore[arg-type]
         else:
@@ -53,14 +52,18 @@ def _site(
     dimension = equation.params["all_gather_dimension"]
     taken: list[Product] = []
     for product in products:  # in which no weight is computed from another one's result
-        members = [index, *(one.index for one in (*taken, product))]
+        members = [*consumers.members, *(one.index for one in (*taken, product))]
         if not context.depend_on([one.w.atom for one in (*taken, product)], members):
             taken.append(product)
     # A gate comes first.
     both = [epilogues.find(body, order, context) for order in (taken, taken[::-1])]
     taken, epilogue = (taken[::-1], both[1]) if both[1].gated else (taken, both[0])
-    needed = [*(product.w.atom for product in taken), *epilogue.inputs]
-    members = [index, *(product.index for product in taken), *epilogue.members]
+    weights = [product.w.atom for product in taken]
+    members = [*consumers.members, *(product.index for product in taken)]
+    if epilogue.members and context.depend_on(epilogue.inputs, [*members, *epilogue.members]):
+        epilogue = epilogues.none(taken)
+    needed = [*weights, *epilogue.inputs]
+    members += epilogue.members
     kept = consumers.kept(form, members)
     if isinstance(kept, str):
         return kept

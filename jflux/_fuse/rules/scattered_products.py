@@ -16,11 +16,11 @@ from . import summands
 def find(body: Body, index: int, context: Context) -> Site | Declined | None:
     equation = body.equations[index]
     names = as_names(equation.params["axis_name"])
-    if why := context.why_not_tiled(equation, OP, names):
+    if why := context.why_not_tiled(equation, names):
         return Declined(OP, index, why)
     moved = (equation.params["scatter_dimension"],)
     columns = "columns of the product are scattered"
-    total = summands.find(body, equation.invars[0], moved, context, columns)
+    total = summands.find(body, equation.invars[0], moved, OP, context, columns)
     if isinstance(total, str):
         return Declined(OP, index, total)
     (result,) = equation.outvars

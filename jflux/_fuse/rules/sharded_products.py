@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax import lax
@@ -62,6 +62,8 @@ def _needs(equation: JaxprEqn, specs: Specs) -> Needs | str | None:
             return "its operands are split differently where they are contracted"
         else:  # one is gathered, before the call
             wanted[0][i] = wanted[1][j] = ()
+    if any(wanted[0][i] != wanted[1][j] for i, j in zip(*batch, strict=True)):
+        return "its operands are split differently along batch dimensions"
     as_it_is = natural(equation, tuple(wanted[0]), tuple(wanted[1]))
     places = [(0, i) for i in batch[0]]
     for side in (0, 1):
@@ -71,7 +73,7 @@ def _needs(equation: JaxprEqn, specs: Specs) -> Needs | str | None:
     for at, (has, wants, (side, i)) in enumerate(zip(as_it_is, result, places, strict=True)):
         if has == wants:
             continue
-        if has[: len(wants)] == wants and gathered is None:
+        if has[: len(wants)] == wants and gathered is None and i not in batch[side]:
             gathered = side, i, has[len(wants) :]
             wanted[side][i] = wants
         elif wants[: len(has)] == has and set(wants[len(has) :]) == set(summed):
@@ -87,6 +89,7 @@ class _Gather:
     """An array that is gathered along one dimension.
 
     Attributes:
+      before: how it is split; `after`: when it is gathered.
       constraint: the equation that says so; None: its products do.
     """
 
@@ -96,6 +99,12 @@ class _Gather:
     axes: tuple[Any, ...]
     constraint: int | None
 
+    @property
+    def after(self) -> Spec:
+        spec = list(self.before)
+        spec[self.dimension] = spec[self.dimension][: -len(self.axes)]
+        return tuple(spec)
+
 
 def find_constraint(body: Body, index: int, context: Context) -> Site | Declined | None:
     """Of an array that is brought from one sharding to another, and then multiplied."""
@@ -104,7 +113,7 @@ def find_constraint(body: Body, index: int, context: Context) -> Site | Declined
         return None
     (source,), (result,) = equation.invars, equation.outvars
     before, after = specs.of(source), specs.of(result)
-    if before is None or after is None or before == after:
+    if isinstance(source, Literal) or before is None or after is None or before == after:
         return None
     changed = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
     (dimension, *more) = changed
@@ -130,11 +139,11 @@ def find_product(body: Body, index: int, context: Context) -> Site | Declined | 
     if needs.summed:
         return Declined(OP, index, "an operand is gathered, and the product is summed")
     side, dimension, axes = needs.gathered
-    source = equation.invars[side]
-    before = specs.of(source)
-    if before is None or not isinstance(source, Var):
+    source, before = equation.invars[side], list(needs.operands[side])
+    before[dimension] += axes
+    if not isinstance(source, Var):
         return None
-    gather = _Gather(source, before, dimension, axes, None)
+    gather = _Gather(source, tuple(before), dimension, axes, None)
     return _of_gather(body, index, gather, source, context)
 
 
@@ -144,15 +153,24 @@ def _of_gather(
     """All products of the gathered array."""
     specs = context.specs
     assert specs is not None
+    same = {multiplied}
+    if gather.constraint is not None:  # others may say the same of the same array
+        for user in body.users.get(cast(Var, gather.source), ()):
+            if user == Body.RESULT or not context.is_free(user):
+                continue
+            other = body.equations[user]
+            if other.primitive.name in CONSTRAINTS:
+                same |= {var for var in other.outvars if specs.of(var) == gather.after}
     products: list[tuple[JaxprEqn, int, Needs]] = []
-    members = [] if gather.constraint is None else [gather.constraint]
-    for user in body.users.get(multiplied, ()):
+    members = [] if gather.constraint is None else [cast(int, body.made_by(var)) for var in same]
+    users = [(var, user) for var in same for user in body.users.get(var, ())]
+    for var, user in sorted(users, key=lambda one: one[1]):
         if user == Body.RESULT or body.equations[user].primitive.name != "dot_general":
             continue
         equation = body.equations[user]
-        side = list(equation.invars).index(multiplied)
+        side = list(equation.invars).index(var)
         needs = _needs(equation, specs)
-        if not isinstance(needs, Needs) or not context.is_free(user):
+        if not isinstance(needs, Needs) or not context.is_free(user) or user in members:
             continue
         both = [*members, user]
         takes = _takes(needs, side, gather)
@@ -161,8 +179,8 @@ def _of_gather(
             members.append(user)
     if all(needs.summed for _, _, needs in products):
         return None
-    users = body.users[multiplied]
-    is_kept = gather.constraint is not None and any(user not in members for user in users)
+    kept = [] if gather.constraint is None else [v for v, user in users if user not in members]
+    kept = list(dict.fromkeys(kept))
 
     def local(x: jax.Array, *ws: jax.Array) -> list[jax.Array]:
         h = lax.all_gather(x, gather.axes, axis=gather.dimension, tiled=True)
@@ -170,15 +188,11 @@ def _of_gather(
         for (equation, side, needs), w in zip(products, ws, strict=True):
             y = _multiply(equation, (w, h) if side else (h, w))
             made.append(lax.psum(y, needs.summed) if needs.summed else y)
-        return [*made, h] if is_kept else made
+        return [*made, *[h] * len(kept)]
 
     inputs = (gather.source, *(e.invars[1 - side] for e, side, _ in products))
-    outputs = [equation.outvars[0] for equation, _, _ in products]
-    out_specs = [needs.result for _, _, needs in products]
-    if is_kept:
-        after = specs.of(multiplied)
-        assert after is not None
-        outputs, out_specs = [*outputs, multiplied], [*out_specs, after]
+    outputs = [*(equation.outvars[0] for equation, _, _ in products), *kept]
+    out_specs = [*(needs.result for _, _, needs in products), *[gather.after] * len(kept)]
     in_specs = (gather.before, *(needs.operands[1 - side] for _, side, needs in products))
     return _site(body, index, members, inputs, in_specs, outputs, out_specs, local, context)
 
@@ -186,15 +200,13 @@ def _of_gather(
 def _takes(needs: Needs, side: int, gather: _Gather) -> bool:
     """Whether a product takes the gathered array: as rows, or, where its products' shardings say
     what is gathered, along what is contracted too (for the gradient of a weight)."""
-    if needs.scattered is not None:
+    if needs.scattered is not None or needs.operands[side] != gather.after:
         return False
     if gather.constraint is not None:
         return needs.gathered is None and not needs.summed
     if needs.gathered is not None:
         return not needs.summed and needs.gathered == (side, gather.dimension, gather.axes)
-    after = list(gather.before)
-    after[gather.dimension] = after[gather.dimension][: -len(gather.axes)]
-    return needs.operands[side] == tuple(after)
+    return True
 
 
 def _of_sum(body: Body, index: int, needs: Needs, context: Context) -> Site | Declined:
@@ -203,18 +215,19 @@ def _of_sum(body: Body, index: int, needs: Needs, context: Context) -> Site | De
     assert specs is not None
     (result,) = body.equations[index].outvars
     terms, members, spec, scattered = [(index, needs)], [index], needs.result, needs.scattered
-    while scattered is None and (user := body.only_user(result)) is not None:
+    while (user := body.only_user(result)) is not None and context.is_free(user):
         equation = body.equations[user]
         if equation.primitive.name in CONSTRAINTS:
             after = specs.of(equation.outvars[0])
-            scattered = None if after is None else _scattered(spec, after, needs.summed)
-            if after is None or (after != spec and scattered is None):
+            if after is None or (after != spec and scattered is not None):
+                break
+            if after != spec and (scattered := _scattered(spec, after, needs.summed)) is None:
                 break
             spec = after
         elif equation.primitive.name in ADDS and equation.invars[0] is not equation.invars[1]:
             other = next(atom for atom in equation.invars if atom is not result)
             more = _alike(body, other, user, needs, context)
-            if more is None:
+            if more is None or spec != needs.result:
                 break
             terms.append(more)
             members.append(more[0])
@@ -253,8 +266,13 @@ def _alike(
     more = _needs(body.equations[index], context.specs)
     if not isinstance(more, Needs) or more.gathered is not None:
         return None
-    is_alike = (more.summed, more.scattered, more.result) == (needs.summed, None, needs.result)
-    return (index, more) if is_alike and body.only_user(atom) == user else None
+    is_alike = (more.summed, more.scattered, more.result) == (
+        needs.summed,
+        needs.scattered,
+        needs.result,
+    )
+    is_alone = body.only_user(atom) == user and context.is_free(index)
+    return (index, more) if is_alike and is_alone else None
 
 
 def _scattered(before: Spec, after: Spec, axes: tuple[Any, ...]) -> int | None:

@@ -126,7 +126,12 @@ class Sum:
 
 
 def find(
-    body: Body, atom: Atom, moved: Sequence[int], context: Context, columns: str | None = None
+    body: Body,
+    atom: Atom,
+    moved: Sequence[int],
+    op: str,
+    context: Context,
+    columns: str | None = None,
 ) -> Sum | str:
     """The sum that a collective takes; or why it is none.
 
@@ -152,6 +157,9 @@ def find(
             return term
         terms.append(term)
     first = terms[0]
+    for dtype in (type_of(first.product.x).dtype, type_of(atom).dtype):
+        if why := context.why_not_of(op, dtype):
+            return why
     for term in terms[1:]:
         one, other = first.product, term.product
         if (one.w.transposed, one.precision) != (other.w.transposed, other.precision):
@@ -188,6 +196,8 @@ def _leaves(
         return None
     if name not in ADDS:
         return _leaves(body, equation.invars[0], [*after, index], leaves, members, context)
+    if equation.invars[0] is equation.invars[1]:
+        return "a product is added to itself"
     for operand in equation.invars:
         if type_of(operand).shape != type_of(atom).shape:
             return "what is summed is not a product"
@@ -279,7 +289,8 @@ def _layout(
         for atom in unit:
             row_of[atom] = unit[0]
     groups = itertools.groupby(range(len(of_rows)), key=row_of.__getitem__)
-    return Layout(sizes, tuple(tuple(g) for _, g in groups), n, taken, tuple(moved))
+    dimensions = tuple(tuple(group) for _, group in groups) or ((),)  # at least one row
+    return Layout(sizes, dimensions, n, taken, tuple(moved))
 
 
 def added(

@@ -17,11 +17,11 @@ from . import norms, summands
 def find(body: Body, index: int, context: Context) -> Site | Declined | None:
     equation = body.equations[index]
     names = as_names(equation.params["axes"])
-    if why := context.why_not_tiled(equation, OP, names):
+    if why := context.why_not_tiled(equation, names):
         return Declined(OP, index, why)
     if len(equation.invars) > 1:
         return Declined(OP, index, "several arrays are summed at once")
-    total = summands.find(body, equation.invars[0], (), context)
+    total = summands.find(body, equation.invars[0], (), OP, context)
     if isinstance(total, str):
         return Declined(OP, index, total)
     if len(total.terms) > 1:
@@ -35,7 +35,8 @@ def find(body: Body, index: int, context: Context) -> Site | Declined | None:
         members = (*members, residual[0])
         (result,) = body.equations[residual[0]].outvars
     ranks, layout = context.ranks(names), total.terms[0].layout
-    norm = norms.find(body, result, context) if layout.taken[-1] == layout.columns else None
+    are_rows = layout.taken[-1:] == (layout.columns,)
+    norm = norms.find(body, result, context) if are_rows else None
     outputs: tuple[Var, ...] = (result,)
     if norm is not None:
         members = (*members, *norm.members)
