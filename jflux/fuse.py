@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def fused_jit(f: Callable[..., Any] | None = None, **of_jit: Any) -> Any:
         if f is None:
             return functools.partial(fused_jit, **of_jit)
+        if "in_shardings" in of_jit:  # which the inner jit says
+            f = jit(f, in_shardings=of_jit["in_shardings"])
         return jit(change(f), **of_jit)
 
     argv_before, path_before = sys.argv, sys.path[:]

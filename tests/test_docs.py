@@ -119,8 +119,9 @@ FRAGMENTS = {
         ["assert call.op == 'all_gather_matmul'", None],
     ),
     "docs/guide/fuse.md": (
-        "loss_of = lambda w, x: (jitted(x, w) ** 2).sum()\nstep, params, batch = loss_of, w, x",
-        ["", "", "assert step(params, batch)[0] > 0 and report == ()"],
+        "loss_of = lambda w, x: (jitted(x, w) ** 2).sum()\nstep, params, batch = loss_of, w, x\n"
+        "shardings = (jax.NamedSharding(mesh, P(None, 'tp')), jax.NamedSharding(mesh, P('tp')))",
+        ["", "", "assert step(params, batch)[0] > 0", "assert report == ()"],
     ),
     "docs/guide/heap.md": ("", ["assert jflux.heap_report().limit == 4 << 30", "f(x, w)"]),
     "docs/guide/operations.md": (

@@ -276,7 +276,7 @@ def test_a_report_says_what_happens():
     )
     assert after == "  after   all_gather_matmul > matmul_reduce_scatter"
     empty = jflux.fuse(jnp.sin).report(jnp.ones(2))
-    assert str(empty) == "no collective over an axis of a shard_map"
+    assert str(empty) == "no collective that jflux has an op for"
 
 
 def test_an_error_names_the_line(monkeypatch):

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jflux
+from jflux._fuse.rules import summed_products
 
 pytestmark = pytest.mark.skipif(PLATFORM == "gpu", reason="kernels of GPUs take no float64")
 
@@ -165,6 +166,54 @@ def test_disable_jit():
         assert jflux.fuse(lambda x: x if x > 0 else -x)(jnp.asarray(-2.0)) == 2
 
 
+def test_large_sums_of_several_products():
+    def f(x, w, v):
+        return lax.pcast(lax.psum(x @ w + jnp.sin(x) @ v, "tp"), "tp", to="varying")
+
+    args = [normal(2, 4096, 8), normal(8, 513), normal(8, 513, seed=1)]  # 32 MiB
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(summed_products, "most_bytes", lambda ranks: 100)
+        check(f, [a[..., :4, :] if a.ndim == 4 else a[..., :6] for a in args],
+              ["matmul_reduce_scatter"])  # fmt: skip
+    (found,) = jflux.fuse(of_ranks(f, *args)).report(*args).taken
+    assert found.op == "matmul_reduce_scatter"
+
+
+def test_modules_of_nnx():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(normal(8, 6, ranks=1)[0])
+            self.calls = nnx.Variable(jnp.zeros(()))
+
+        def __call__(self, x):
+            self.calls[...] += 1
+            specs = P("tp"), P(None, "tp")
+            return jax.shard_map(
+                lambda x, w: gather(x, 0) @ w, mesh=make_mesh((2,)), in_specs=specs,
+                out_specs=P(None, "tp"),
+            )(x, self.w[...])  # fmt: skip
+
+    def step(layer, x, power):
+        loss, gradient = nnx.value_and_grad(lambda m: jnp.sum(m(x) ** power))(layer)
+        nnx.update(layer, jax.tree.map(lambda w, g: w - g, nnx.state(layer, nnx.Param), gradient))
+        return loss
+
+    def losses(wrap):
+        layer, x = Layer(), normal(4, 8, ranks=1)[0]
+        f = wrap(step)
+        found = [float(f(layer, x, 2)) for _ in range(3)]
+        assert float(layer.calls[...]) == 3
+        return found
+
+    exact = losses(lambda f: f)
+    jit = functools.partial(nnx.jit, static_argnums=2)
+    for wrap in (jflux.fuse, lambda f: jit(jflux.fuse(f)), lambda f: jflux.fuse(jit(f))):
+        np.testing.assert_allclose(losses(wrap), exact)
+    assert ops(jflux.fuse(step).report(Layer(), normal(4, 8, ranks=1)[0], 2))
+
+
 # ---- Global arrays -------------------------------------------------------------------------------
 
 
@@ -181,6 +230,10 @@ def _split_twice(c, x, w):
     return c(jnp.einsum("bds,bdf->sf", c(x, None, "tp", "dp"), c(w, None, None, "dp")), None, "dp")
 
 
+def _residual_first(c, x, w):
+    return c(x + c(x, "dp", None, "tp") @ c(w[0], "tp", None)[:, :1], "dp", "tp", None)
+
+
 def _gathered_twice(c, x, w):
     x = c(x, None, "dp", None)
     one, other = (c(x, None, None, None) for _ in range(2))
@@ -188,7 +241,7 @@ def _gathered_twice(c, x, w):
     return c(one @ w, None, None, "tp") * c(jnp.sin(other @ w), None, None, "tp")
 
 
-@pytest.mark.parametrize("f", [_split_batches, _split_twice, _gathered_twice])
+@pytest.mark.parametrize("f", [_split_batches, _split_twice, _residual_first, _gathered_twice])
 def test_constraints(f):
     mesh = make_mesh((2, 2), ("dp", "tp"))
     c = lambda x, *spec: lax.with_sharding_constraint(x, _sharded(mesh, *spec))  # noqa: E731

@@ -6,6 +6,7 @@ import collections
 import enum
 import functools
 import os
+import sys
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
@@ -65,8 +66,9 @@ def fuse(
     place. `fuse` composes with all of JAX's transformations.
 
     Args:
-      f: a function of pytrees. Arrays in its arguments are traced, and all else, Python's numbers
-        too, goes to it as it is. `jax.jit` goes around `fuse` if it has ``compiler_options``.
+      f: a function of pytrees, and of modules of Flax NNX, which it may change. Arrays in its
+        arguments are traced, and all else, Python's numbers too, goes to it as it is. `jax.jit`
+        goes around `fuse` if it has ``compiler_options``.
       only: the ops to take, such as "all_gather_matmul", or lines of the program, as reports name
         them ("model.py:120"): nothing else changes. None: all.
       skip: ops and lines to leave as they are.
@@ -122,6 +124,13 @@ class Fused:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if getattr(jax.config, "jax_disable_jit", False):  # for who wants to see values
             return self._f(*args, **kwargs)
+        if _have_modules(args, kwargs):
+            from flax import nnx
+
+            pure, state = _of_state(self._f, args, kwargs)
+            result, after = Fused(pure, self._only, self._skip)(state)
+            nnx.update((args, kwargs), after)
+            return result
         jaxpr, plan, arrays, tree = self._planned(args, kwargs)
         results = map(_as_array, evaluate(plan, jaxpr.consts, arrays))
         return jax.tree.unflatten(tree, list(results))
@@ -142,6 +151,9 @@ class Fused:
         Returns:
           The sites, in the order of the program: a :class:`Report`, which prints as a table.
         """
+        if _have_modules(args, kwargs):
+            pure, state = _of_state(self._f, args, kwargs)
+            return Fused(pure, self._only, self._skip).report(state)
         _, plan, _, _ = self._planned(args, kwargs)
         return Report.of(plan)
 
@@ -193,6 +205,35 @@ def _plan(jaxpr: ClosedJaxpr, scope: Scope, shardings: Sequence[NamedSharding | 
     given = {var: of_sharding(s, type_of(var).ndim, mesh) for var, s in known.items()}
     specs = {var: spec for var, spec in given.items() if spec is not None}
     return Planner().plan(jaxpr, scope, specs, mesh)
+
+
+def _have_modules(*args: Any) -> bool:
+    """Whether there is a module of NNX among the arguments. As a pytree it is copied, and what the
+    function does to it would be lost."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return False
+    kinds = tuple(getattr(nnx, name) for name in ("Object", "Module") if hasattr(nnx, name))
+
+    def is_module(node: Any) -> bool:
+        return isinstance(node, kinds)
+
+    return any(map(is_module, jax.tree.leaves(args, is_leaf=is_module)))
+
+
+def _of_state(f: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Callable[..., Any], Any]:
+    """f as a function of the state of its arguments, modules of NNX among them: (that state) ->
+    (f's results, the state afterwards); and the state."""
+    from flax import nnx
+
+    graphdef, state = nnx.split((args, kwargs))
+
+    @functools.wraps(f, updated=())
+    def pure(state: Any) -> Any:
+        args, kwargs = nnx.merge(graphdef, state)
+        return f(*args, **kwargs), nnx.state((args, kwargs), nnx.Variable)
+
+    return pure, state
 
 
 def _is_array(leaf: Any) -> bool:

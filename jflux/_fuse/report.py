@@ -21,7 +21,7 @@ class Found:
 
     Attributes:
       op: the op that stands for it; of one that stays as it is, the op that was looked for.
-      where: its line of the program.
+      where: its line of the program, and the names of `jax.named_scope` and of modules around it.
       operand: shape and type of one rank's operand, such as "bfloat16[1024, 4096]".
       taken: whether the op stands for it.
       reason: why it stays as it is, or why the op hides nothing in a product.
@@ -72,7 +72,7 @@ class Report(tuple[Found, ...]):
 
     def __str__(self) -> str:
         if not self:
-            return "no collective over an axis of a shard_map"
+            return "no collective that jflux has an op for"
         hidden = sum(found.hidden * found.calls for found in self)
         calls = sum(found.calls for found in self.taken)
         total = sum(found.calls for found in self)
@@ -97,7 +97,7 @@ def _found(plan: BodyPlan, calls: int) -> Iterator[Found]:
             members = sorted(site.members) if site else ()
             is_fused = site is not None and site.hidden > 0
             yield Found(
-                op, where(equation), describe([type_of(equation.invars[0])]), site is not None,
+                op, _place(equation), describe([type_of(equation.invars[0])]), site is not None,
                 reason=no.reason if no is not None and not is_fused else None,
                 before=tuple(_name(equations[i]) for i in members),
                 hidden=site.hidden if site else 0, calls=calls,
@@ -105,6 +105,11 @@ def _found(plan: BodyPlan, calls: int) -> Iterator[Found]:
         for plans in plan.inner.get(index, {}).values():
             for inner in plans:
                 yield from _found(inner, calls * _length(equation))
+
+
+def _place(equation: JaxprEqn) -> str:
+    names = str(equation.source_info.name_stack)
+    return f"{where(equation)} {names}".rstrip()
 
 
 def _pictures(plan: BodyPlan, name: str) -> Iterator[str]:

@@ -24,15 +24,17 @@ ELEMENTWISE = frozenset(
 )
 
 
-def normal(spec: Any, ndim: int) -> Spec | None:
-    """A PartitionSpec as a Spec; None: it says nothing about a dimension, or of sums."""
+def normal(spec: Any, ndim: int, mesh: Any) -> Spec | None:
+    """A PartitionSpec as a Spec, without axes of one rank; None: it says nothing about a dimension,
+    or of sums."""
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
         return None
     entries: list[tuple[Any, ...]] = []
     for entry in (*spec, *[None] * (ndim - len(spec))):
         if entry is PartitionSpec.UNCONSTRAINED:
             return None
-        entries.append(() if entry is None else entry if isinstance(entry, tuple) else (entry,))
+        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        entries.append(tuple(axis for axis in axes if mesh.shape[axis] > 1))
     return tuple(entries)
 
 
@@ -46,7 +48,7 @@ def of_sharding(sharding: Any, ndim: int, mesh: Any) -> Spec | None:
     """None: not known, or over another mesh."""
     if not isinstance(sharding, NamedSharding) or not _is_same(sharding.mesh, mesh):
         return None
-    return normal(sharding.spec, ndim)
+    return normal(sharding.spec, ndim, mesh)
 
 
 def _mesh_of(sharding: Any) -> Any:
@@ -83,8 +85,8 @@ class Specs:
             if self.mesh is None and equation.primitive.name in CONSTRAINTS:
                 self.mesh = _mesh_of(equation.params.get("sharding"))
         if self.mesh is not None:
-            for _ in range(2):
-                self._forward()
+            for of_products in (False, True):  # what the program says counts first
+                self._forward(of_products)
                 self._backward()
 
     @property
@@ -96,7 +98,7 @@ class Specs:
         """How an array is split; None: not known."""
         ndim = type_of(atom).ndim
         if self._typed is not None:
-            return normal(type_of(atom).sharding.spec, ndim)
+            return normal(type_of(atom).sharding.spec, ndim, self.mesh)
         if isinstance(atom, Literal):
             return ((),) * ndim
         return self._known.get(atom)
@@ -129,7 +131,7 @@ class Specs:
         if spec is not None and isinstance(atom, Var):
             self._known.setdefault(atom, spec)
 
-    def _forward(self) -> None:
+    def _forward(self, of_products: bool) -> None:
         for equation in self.body.equations:
             name = equation.primitive.name
             if name in CONSTRAINTS:
@@ -137,7 +139,8 @@ class Specs:
             elif name in ELEMENTWISE:
                 self._set(equation.outvars[0], self._of_operands(equation))
             elif name == "dot_general":
-                self._set(equation.outvars[0], self._of_product(equation))
+                if of_products:
+                    self._set(equation.outvars[0], self._of_product(equation))
             elif name in ("jit", "scan", "remat2", "checkpoint"):
                 self._of_call(equation)
             elif len(equation.invars) == 1 and len(equation.outvars) == 1:
@@ -148,6 +151,10 @@ class Specs:
     def _backward(self) -> None:
         for equation in reversed(self.body.equations):
             name = equation.primitive.name
+            if name == "transpose" and (spec := self.of(equation.outvars[0])) is not None:
+                came_from = equation.params["permutation"]
+                before = (spec[came_from.index(i)] for i in range(len(spec)))
+                self._set(equation.invars[0], tuple(before))
             if name not in CONSTRAINTS and name not in ELEMENTWISE:
                 continue
             (result,) = equation.outvars
@@ -210,6 +217,10 @@ def _of_view(equation: JaxprEqn, spec: Spec, mesh: Any) -> Spec | None:
     aval = type_of(equation.invars[0])
     if not aval.size:
         return None
+    if equation.primitive.name.startswith("reduce_") and "axes" in equation.params:
+        gone = equation.params["axes"]
+        kept = tuple(axes for i, axes in enumerate(spec) if i not in gone)
+        return None if any(spec[i] for i in gone) else kept
     view = View.of(aval.shape).through(equation)
     if view is None:
         return None

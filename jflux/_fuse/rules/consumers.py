@@ -121,8 +121,6 @@ class Consumers:
             return f"its result is cast to {types[-1]}"
         if why := context.why_not_of(op, types[-1]):
             return why
-        if _is_copied(self.body, product):
-            return "the product's result would be transposed"
         dimensions = view.resolved()
         contracted = tuple(atom for i in product.contracted for atom in dimensions[i])
         rows: list[Dimension] = [(atom,) for i in product.rows for atom in dimensions[i]]
@@ -139,6 +137,8 @@ class Consumers:
             if rows[at : at + len(unit)] != [(atom,) for atom in unit]:
                 return "the collective's dimension is taken apart before the product"
             rows[at : at + len(unit)] = [unit]
+        if _is_copied(self.body, product):
+            return "the product's result would be transposed"
         return Form(
             tuple(rows), contracted, view.casts, product.w.transposed, product.dtype,
             product.precision,

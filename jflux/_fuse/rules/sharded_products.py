@@ -19,7 +19,7 @@ from ..sites import Context, Declined, Site
 from ..specs import CONSTRAINTS, Spec, Specs, natural, partition_spec, ranks_of
 from .summands import ADDS
 
-OP = "product"
+OP = "op"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,10 +134,10 @@ def find_product(body: Body, index: int, context: Context) -> Site | Declined | 
         return None
     if isinstance(needs, str):
         return Declined(OP, index, needs)
+    if needs.summed:  # an operand that is gathered, too, is so before
+        return _of_sum(body, index, needs, context)
     if needs.gathered is None:
-        return _of_sum(body, index, needs, context) if needs.summed else None
-    if needs.summed:
-        return Declined(OP, index, "an operand is gathered, and the product is summed")
+        return None
     side, dimension, axes = needs.gathered
     source, before = equation.invars[side], list(needs.operands[side])
     before[dimension] += axes
@@ -177,6 +177,8 @@ def _of_gather(
         if takes and not context.depend_on([equation.invars[1 - side]], both):
             products.append((equation, side, needs))
             members.append(user)
+    turns = [_turn(body, equation, context) for equation, _, _ in products]
+    members += [turn for turn in turns if turn is not None]
     if all(needs.summed for _, _, needs in products):
         return None
     kept = [] if gather.constraint is None else [v for v, user in users if user not in members]
@@ -185,16 +187,31 @@ def _of_gather(
     def local(x: jax.Array, *ws: jax.Array) -> list[jax.Array]:
         h = lax.all_gather(x, gather.axes, axis=gather.dimension, tiled=True)
         made = []
-        for (equation, side, needs), w in zip(products, ws, strict=True):
+        for (equation, side, needs), turn, w in zip(products, turns, ws, strict=True):
             y = _multiply(equation, (w, h) if side else (h, w))
+            y = y if turn is None else lax.transpose(y, body.equations[turn].params["permutation"])
             made.append(lax.psum(y, needs.summed) if needs.summed else y)
         return [*made, *[h] * len(kept)]
 
     inputs = (gather.source, *(e.invars[1 - side] for e, side, _ in products))
-    outputs = [*(equation.outvars[0] for equation, _, _ in products), *kept]
-    out_specs = [*(needs.result for _, _, needs in products), *[gather.after] * len(kept)]
+    outputs: list[Var] = []
+    out_specs: list[Spec] = []
+    for (equation, _, needs), turn in zip(products, turns, strict=True):
+        last = equation if turn is None else body.equations[turn]
+        order = range(len(needs.result)) if turn is None else last.params["permutation"]
+        outputs.append(last.outvars[0])
+        out_specs.append(tuple(needs.result[i] for i in order))
+    outputs += kept
+    out_specs += [gather.after] * len(kept)
     in_specs = (gather.before, *(needs.operands[1 - side] for _, side, needs in products))
     return _site(body, index, members, inputs, in_specs, outputs, out_specs, local, context)
+
+
+def _turn(body: Body, equation: JaxprEqn, context: Context) -> int | None:
+    """The transpose of a product's result, if nothing else takes it."""
+    user = body.only_user(equation.outvars[0])
+    is_turned = user is not None and body.equations[user].primitive.name == "transpose"
+    return user if is_turned and context.is_free(cast(int, user)) else None
 
 
 def _takes(needs: Needs, side: int, gather: _Gather) -> bool:
@@ -264,7 +281,7 @@ def _alike(
         return None
     assert context.specs is not None and isinstance(atom, Var)
     more = _needs(body.equations[index], context.specs)
-    if not isinstance(more, Needs) or more.gathered is not None:
+    if not isinstance(more, Needs):
         return None
     is_alike = (more.summed, more.scattered, more.result) == (
         needs.summed,
@@ -319,10 +336,14 @@ def _site(
     def call(*arrays: jax.Array) -> list[jax.Array]:
         if specs.is_explicit:
             arrays = tuple(map(jax.reshard, arrays, wanted))
-        return jax.shard_map(
+        made = jax.shard_map(
             local, mesh=mesh, in_specs=tuple(wanted),
             out_specs=[partition_spec(spec) for spec in out_specs], check_vma=False,
         )(*arrays)  # fmt: skip
+        if not specs.is_explicit:
+            return made
+        types = [type_of(var).sharding.spec for var in outputs]  # with axes of one rank
+        return [jax.reshard(a, spec) for a, spec in zip(made, types, strict=True)]
 
     with as_in(body.equations[index]):
         jaxpr = jax.make_jaxpr(call)(*map(type_of, inputs))

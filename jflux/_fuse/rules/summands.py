@@ -19,6 +19,11 @@ from ..views import Atoms, Dimension, View, rearranged, reshaped
 
 ADDS = ("add", "add_any")
 
+FIRST = (
+    "its product is contracted along the first dimensions of both operands, as the gradient of a "
+    "weight is"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -235,11 +240,10 @@ def _term(
         if isinstance(product, str):
             reasons.append(product)
             continue
+        product = _before_transpose(body, product)
         ndim = type_of(product.x).ndim
         if product.contracted != tuple(range(ndim - len(product.contracted), ndim)):
-            reasons.append(
-                "the product's first operand is not contracted along its last dimensions"
-            )
+            reasons.append(FIRST)
             continue
         if product.w.permutation is not None:
             reasons.append("the product's weight would be copied")
@@ -252,6 +256,20 @@ def _term(
         else:
             return Term(product, layout)
     return reasons[0]
+
+
+def _before_transpose(body: Body, product: Product) -> Product:
+    """The same product of what x is the transpose of, if its rows keep their order."""
+    index = body.made_by(product.x)
+    if index is None or body.equations[index].primitive.name != "transpose":
+        return product
+    came_from = body.equations[index].params["permutation"]
+    rows = tuple(came_from[i] for i in product.rows)
+    if rows != tuple(sorted(rows)):
+        return product
+    contracted = tuple(came_from[i] for i in product.contracted)
+    (x,) = body.equations[index].invars
+    return dataclasses.replace(product, x=x, rows=rows, contracted=contracted)
 
 
 def _is_copied(layout: Layout, side: int) -> bool:

@@ -5,13 +5,45 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 
+from ..._ops.collectives.all_reduce import most_bytes
+from ..._ops.collectives.exchange import all_gather
 from ..._ops.products.matmul_all_reduce import OP, matmul_all_reduce
+from ..._ops.products.matmul_reduce_scatter import OP as SCATTERED
+from ..._ops.products.matmul_reduce_scatter import matmul_reduce_scatter
 from ..bodies import Body, type_of
 from ..sites import Context, Declined, Site, as_names
 from ..views import reshaped
 from . import norms, summands
+
+
+def _of_several(
+    index: int, equation: JaxprEqn, total: summands.Sum, context: Context
+) -> Site | Declined:
+    """A sum of several products, scattered by :func:`jflux.matmul_reduce_scatter`, and gathered."""
+    names, layout = as_names(equation.params["axes"]), total.terms[0].layout
+    ranks, (result,) = context.ranks(names), equation.outvars
+    aval = type_of(result)
+    size = aval.size * aval.dtype.itemsize
+    sizes = layout.row_sizes()
+    dimension = max(range(len(sizes)), key=lambda i: (sizes[i] % ranks == 0, sizes[i]))
+    if size <= most_bytes(ranks) or sizes[dimension] % ranks:
+        return Declined(OP, index, "the op sums one product over ranks, not several")
+    to: Any = "invarying" if equation.primitive.name == "psum_invariant" else "varying"
+
+    def call(*arrays: jax.Array) -> list[jax.Array]:
+        xs, ws = total.operands(arrays)
+        y = matmul_reduce_scatter(
+            xs, ws, axis_name=names, scatter_dimension=dimension, **total.options
+        )
+        y = all_gather(y, axis_name=names, axis=dimension, tiled=True, to=to)
+        return [reshaped(layout.of_result(y, ()), aval.shape)]
+
+    return Site(
+        SCATTERED, index, (index, *total.members), total.inputs, (result,), call,
+        hidden=(ranks - 1) * size // ranks,
+    )  # fmt: skip
 
 
 def find(body: Body, index: int, context: Context) -> Site | Declined | None:
@@ -25,7 +57,7 @@ def find(body: Body, index: int, context: Context) -> Site | Declined | None:
     if isinstance(total, str):
         return Declined(OP, index, total)
     if len(total.terms) > 1:
-        return Declined(OP, index, "the op sums one product over ranks, not several")
+        return _of_several(index, equation, total, context)
     (result,) = equation.outvars
     members = (index, *total.members)
     residual = None
