@@ -278,6 +278,44 @@ def test_exchanges_that_make_partial_sums():
     check(f, args, ["all_to_all_matmul", "matmul_all_to_all"])
 
 
+def test_collectives_that_are_left():
+    def f(x, w, sizes):
+        y = lax.ragged_dot(jnp.sin(x), w, sizes)
+        y = y + lax.all_gather(x, "tp")[0] @ w[0]  # not tiled
+        y = y + lax.psum_scatter(jnp.stack([y, y]), "tp", scatter_dimension=0)
+        groups = lax.psum(jnp.cos(x), "tp", axis_index_groups=[[0], [1]])
+        return y + jnp.sum(groups), lax.all_to_all(jnp.exp(x), "tp", 0, 1, tiled=True)
+
+    x, w = normal(4, 8), normal(3, 8, 6)
+    sizes = jnp.asarray([[1, 2, 1], [0, 3, 0]], jnp.int32)
+    plain = of_ranks(f, x, w, sizes, check_vma=False)
+    fused = jflux.fuse(plain)
+    found = fused.report(x, w, sizes)
+    names = ["grouped_matmul", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+    assert [one.op for one in found] == names and all(one.taken for one in found)
+    same(jax.jit(plain)(x, w, sizes), jax.jit(fused)(x, w, sizes))
+    large = jax.ShapeDtypeStruct((2, 1 << 23, 8), jnp.float64)
+    (found,) = jflux.fuse(of_ranks(lambda x: lax.psum(x, "tp") * 0 + x, large)).report(large)
+    assert not found.taken and found.reason == "what is summed has other uses"
+
+
+def test_ragged_exchanges_are_taken():
+    def f(module, x, offsets, sizes):
+        out = jnp.zeros((8, *x.shape[1:]), x.dtype) + x[0, 0] * 0
+        at = jnp.full(2, 4) * lax.axis_index("tp")
+        return module.ragged_all_to_all(x, out, offsets, sizes, at, sizes, axis_name="tp")
+
+    x, offsets = normal(4, 3), jnp.asarray([[0, 2], [0, 2]], jnp.int32)
+    sizes = jnp.full((2, 2), 2, jnp.int32)
+    plain, ours = (
+        of_ranks(functools.partial(f, module), x, offsets, sizes) for module in (lax, jflux)
+    )
+    fused = jflux.fuse(plain)
+    (found,) = fused.report(x, offsets, sizes).taken
+    assert found.op == "ragged_all_to_all"
+    same(jax.jit(ours)(x, offsets, sizes), jax.jit(fused)(x, offsets, sizes))
+
+
 # ---- What it leaves alone ------------------------------------------------------------------------
 
 

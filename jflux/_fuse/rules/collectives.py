@@ -20,32 +20,18 @@ from ..sites import Context, Declined, Rule, Site, as_names
 Params = Mapping[str, Any]
 
 
-def _all_gather(params: Params, x: jax.Array) -> list[jax.Array]:
-    return [
-        exchange.all_gather(
-            x, axis_name=params["axis_name"], axis=params["all_gather_dimension"],
-            tiled=params["tiled"], axis_index_groups=params["axis_index_groups"],
-        )
-    ]  # fmt: skip
+def _exchange(op: Callable[..., Any], **arguments: str) -> Callable[..., list[jax.Array]]:
+    """A call of the op. `arguments`: the equation's parameters that are other arguments of it."""
 
+    def call(params: Params, x: jax.Array) -> list[jax.Array]:
+        # Of an all_to_all the equation is tiled, whatever its parameter says.
+        tiled = params["tiled"] or op is exchange.all_to_all
+        given = {name: params[parameter] for name, parameter in arguments.items()}
+        groups = params["axis_index_groups"]
+        names = params["axis_name"]
+        return [op(x, axis_name=names, tiled=tiled, axis_index_groups=groups, **given)]
 
-def _reduce_scatter(params: Params, x: jax.Array) -> list[jax.Array]:
-    return [
-        exchange.reduce_scatter(
-            x, axis_name=params["axis_name"], scatter_dimension=params["scatter_dimension"],
-            tiled=params["tiled"], axis_index_groups=params["axis_index_groups"],
-        )
-    ]  # fmt: skip
-
-
-def _all_to_all(params: Params, x: jax.Array) -> list[jax.Array]:
-    return [
-        exchange.all_to_all(
-            x, axis_name=params["axis_name"], split_axis=params["split_axis"],
-            concat_axis=params["concat_axis"], tiled=True,  # as the equation has them
-            axis_index_groups=params["axis_index_groups"],
-        )
-    ]  # fmt: skip
+    return call
 
 
 def _psum(params: Params, *xs: jax.Array) -> list[jax.Array]:
@@ -81,6 +67,9 @@ def _why_not(equation: JaxprEqn, op: str, names: Any, context: Context) -> str |
     for atom in equation.invars:
         if why := context.why_not_of(op, type_of(atom).dtype):
             return why
+    varying = [type_of(a).manual_axis_type.varying for a in (*equation.invars, *equation.outvars)]
+    if op == "ragged_all_to_all" and not frozenset().union(*varying[:-1]) <= varying[-1]:
+        return "its type does not say that it differs between ranks"  # JAX's has that of `output`
     most = all_ops()[op].most_bytes if op in all_ops() else None
     moved = max(type_of(var).size * type_of(var).dtype.itemsize for var in equation.outvars)
     if op == "reduce_scatter":
@@ -114,11 +103,17 @@ def _ragged_dot(body: Body, index: int, context: Context) -> Site | Declined | N
 
 
 RULES: Mapping[str, Rule] = {
-    "all_gather": _rule("all_gather", _all_gather),
-    "reduce_scatter": _rule("reduce_scatter", _reduce_scatter),
+    "all_gather": _rule("all_gather", _exchange(exchange.all_gather, axis="all_gather_dimension")),
+    "reduce_scatter": _rule(
+        "reduce_scatter",
+        _exchange(exchange.reduce_scatter, scatter_dimension="scatter_dimension"),
+    ),
     "psum": _rule("all_reduce", _psum),
     "psum_invariant": _rule("all_reduce", _psum),
-    "all_to_all": _rule("all_to_all", _all_to_all),
+    "all_to_all": _rule(
+        "all_to_all",
+        _exchange(exchange.all_to_all, split_axis="split_axis", concat_axis="concat_axis"),
+    ),
     "ragged_all_to_all": _rule("ragged_all_to_all", _ragged_all_to_all),
     "ragged_dot_general": _ragged_dot,
 }

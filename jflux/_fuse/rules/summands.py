@@ -192,7 +192,7 @@ def _leaves(
         return f"what is summed comes from {name}, not from a product"
     assert isinstance(atom, Var)
     if len(body.users[atom]) > 1:
-        return "the product has other uses"
+        return f"{'the product' if name == 'dot_general' else 'what is summed'} has other uses"
     if not context.is_free(index):
         return "the product belongs to another site"
     members.append(index)
