@@ -293,6 +293,25 @@ def test_an_error_names_the_line(monkeypatch):
     assert "jflux.matmul_reduce_scatter for the collective at" in note and "fused.py" in note
 
 
+def test_a_rule_that_fails_leaves_the_program_as_it_is(monkeypatch, caplog):
+    def fails(*args):
+        raise KeyError("no")
+
+    from jflux._fuse import planning
+
+    monkeypatch.setattr(planning, "RULES", [{"all_gather": fails}])
+    x, params = normal(2, 3, 8), _params()
+    plain = _on_ranks(_layer)
+    fused = jflux.fuse(plain)
+    with jflux.config(strict=False):
+        same(plain(x, params), fused(x, params))
+        (found,) = fused.report(x, params)
+    assert (found.taken, found.reason) == (False, "jflux failed: KeyError: 'no'")
+    assert "jflux.fuse leaves the all_gather at" in caplog.text
+    with jflux.config(strict=True), pytest.raises(KeyError):
+        jflux.fuse(plain).report(x, params)
+
+
 @pytest.mark.parametrize(
     "switch",
     [("jax_numpy_dtype_promotion", "strict"), ("jax_numpy_rank_promotion", "raise"),

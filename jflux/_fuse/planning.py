@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from .bodies import BODIES, Body, dropped_with, equations_of, inner_bodies, type_of
+from .. import _config
+from .bodies import BODIES, Body, dropped_with, equations_of, inner_bodies, type_of, where
 from .rules import GLOBAL_RULES, RULES
-from .sites import Context, Declined, Scope, Site
+from .sites import Context, Declined, Rule, Scope, Site
 from .specs import Spec, Specs
 
 #: An equation, by index, or a site.
@@ -140,7 +142,7 @@ def _find(context: Context) -> tuple[Context, list[Declined]]:
             rule = rules.get(equation.primitive.name)
             if rule is None or not context.is_free(index):
                 continue
-            found = rule(body, index, context)
+            found = _asked(rule, index, context)
             if isinstance(found, Site) and any(type_of(v).weak_type for v in found.outputs):
                 found = Declined(found.op, index, "its result has a weak type")
             if isinstance(found, Declined):  # the first reason counts, if no rule finds more
@@ -150,6 +152,23 @@ def _find(context: Context) -> tuple[Context, list[Declined]]:
             elif found is not None:
                 context.add(found)
     return context, list(declined.values())
+
+
+def _asked(rule: Rule, index: int, context: Context) -> Site | Declined | None:
+    """What the rule finds. Where it fails, the program goes on without an op, but in strict mode."""
+    try:
+        return rule(context.body, index, context)
+    except Exception as error:
+        if _config.config.strict:
+            raise
+        equation = context.body.equations[index]
+        name, line = equation.primitive.name, where(equation)
+        _config.say_once(
+            logging.WARNING,
+            f"jflux.fuse leaves the {name} at {line} as it is, by a fault of jflux: "
+            f"{type(error).__name__}: {error}",
+        )
+        return Declined(name, index, f"jflux failed: {type(error).__name__}: {error}")
 
 
 def inside(equation: JaxprEqn, scope: Scope) -> Scope:

@@ -23,6 +23,13 @@ ELEMENTWISE = frozenset(
     xor""".split()
 )
 
+#: Primitives whose results have as many dimensions as the first operand, and are parts of it along
+#: some.
+PARTS = frozenset(
+    """cumlogsumexp cummax cummin cumprod cumsum dynamic_slice pad reduce_precision rev slice
+    split""".split()
+)
+
 
 def normal(spec: Any, ndim: int, mesh: Any) -> Spec | None:
     """A PartitionSpec as a Spec, without axes of one rank; None: it says nothing about a dimension,
@@ -143,10 +150,10 @@ class Specs:
                     self._set(equation.outvars[0], self._of_product(equation))
             elif name in ("jit", "scan", "remat2", "checkpoint"):
                 self._of_call(equation)
-            elif len(equation.invars) == 1 and len(equation.outvars) == 1:
-                spec = self.of(equation.invars[0])
-                if spec is not None:
-                    self._set(equation.outvars[0], _of_view(equation, spec, self.mesh))
+            elif name in PARTS or len(equation.invars) == len(equation.outvars) == 1:
+                if (spec := self.of(equation.invars[0])) is not None:
+                    for result in equation.outvars:
+                        self._set(result, _of_view(equation, result, spec, self.mesh))
 
     def _backward(self) -> None:
         for equation in reversed(self.body.equations):
@@ -211,12 +218,20 @@ def _constraint(equation: JaxprEqn, mesh: Any) -> Spec | None:
     return of_sharding(sharding, type_of(equation.outvars[0]).ndim, mesh)
 
 
-def _of_view(equation: JaxprEqn, spec: Spec, mesh: Any) -> Spec | None:
-    """Of a view: a dimension is split as the first of the source's dimensions that it begins
-    with."""
-    aval = type_of(equation.invars[0])
+def _of_view(equation: JaxprEqn, result: Var, spec: Spec, mesh: Any) -> Spec | None:
+    """Of a result of the first operand alone. Of a view, a dimension is split as the first of the
+    source's dimensions that it begins with."""
+    aval, shape = type_of(equation.invars[0]), type_of(result).shape
     if not aval.size:
         return None
+    if equation.primitive.name in PARTS:
+        whole = [a == b for a, b in zip(aval.shape, shape, strict=True)]
+        return spec if all(w or not axes for w, axes in zip(whole, spec, strict=True)) else None
+    if equation.primitive.name == "broadcast_in_dim":
+        new: list[tuple[Any, ...]] = [()] * len(shape)
+        for i, at in enumerate(equation.params["broadcast_dimensions"]):
+            new[at] = spec[i]  # of size 1 none is split
+        return tuple(new)
     if equation.primitive.name.startswith("reduce_") and "axes" in equation.params:
         gone = equation.params["axes"]
         kept = tuple(axes for i, axes in enumerate(spec) if i not in gone)

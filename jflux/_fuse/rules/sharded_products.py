@@ -153,14 +153,14 @@ def _of_gather(
     """All products of the gathered array."""
     specs = context.specs
     assert specs is not None
-    same = {multiplied}
+    same = {multiplied: None}  # in the order of the program
     if gather.constraint is not None:  # others may say the same of the same array
         for user in body.users.get(cast(Var, gather.source), ()):
             if user == Body.RESULT or not context.is_free(user):
                 continue
             other = body.equations[user]
             if other.primitive.name in CONSTRAINTS:
-                same |= {var for var in other.outvars if specs.of(var) == gather.after}
+                same |= {var: None for var in other.outvars if specs.of(var) == gather.after}
     products: list[tuple[JaxprEqn, int, Needs]] = []
     members = [] if gather.constraint is None else [cast(int, body.made_by(var)) for var in same]
     users = [(var, user) for var in same for user in body.users.get(var, ())]
