@@ -155,7 +155,8 @@ def _find(context: Context) -> tuple[Context, list[Declined]]:
 
 
 def _asked(rule: Rule, index: int, context: Context) -> Site | Declined | None:
-    """What the rule finds. Where it fails, the program goes on without an op, but in strict mode."""
+    """What the rule finds. Where it fails the program goes on without an op, unless in strict
+    mode."""
     try:
         return rule(context.body, index, context)
     except Exception as error:
