@@ -171,6 +171,12 @@ def forward_and_backward(ops: Any, model: Model, part: str) -> Callable[..., Any
     return both
 
 
+def step_of(name: str, ops: Any, model: Model, part: str) -> Callable[..., Any]:
+    """That of a contestant."""
+    both = forward_and_backward(ops, model, part)
+    return jflux.fuse(both) if name == "fused" else both
+
+
 def loop(both: Callable[..., Any], iterations: int) -> Callable[..., Any]:
     """So many steps, each of which depends on all that the last one computed."""
 
@@ -210,8 +216,7 @@ def measure(
     if recipe is not None:
         row["recipe"], contestants["8 bits"] = recipe, by_recipe(recipe)
     for name, ops in contestants.items():
-        both = forward_and_backward(ops, model, part)
-        both = jflux.fuse(both) if name == "fused" else both
+        both = step_of(name, ops, model, part)
         before = heap_used()
         once = trials.compiled(both, mesh, specs, (specs[0], *specs), x, w)
         analysis = once.memory_analysis()
