@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from fused import N, check, gather, normal, of_ranks, ops, same, scatter
 from harness import PLATFORM, make_mesh
@@ -22,6 +23,8 @@ def x64():
 
 # ---- What it finds -------------------------------------------------------------------------------
 
+
+X, W = (2, 3, 8), (8, 6)
 
 #: Products of a gathered x [b, s, d], a head's output [b, s, h, e] among them.
 GATHERED = {
@@ -178,6 +181,37 @@ def test_epilogues(name):
         wanted = {"swish": "silu"}.get(name, name)
         assert f"activation='{wanted}'" in text and ("gated=True" in text) is (one is f)
         assert "dot_general" not in text and "logistic" not in text
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_gate_whose_products_are_needed_again(check_vma):
+    def f(x, w, v):
+        h = gather(x)
+        up, gate = h @ v, h @ w
+        return jax.nn.silu(gate) * up, jnp.sin(gate), up + jnp.sum(h)
+
+    args = [normal(2, 3, 8), normal(8, 6), normal(8, 6, seed=1)]
+    check(f, args, ["all_gather_matmul"], check_vma=check_vma)
+    step = jax.grad(lambda *args: sum(map(jnp.sum, of_ranks(f, *args)(*args))), (0, 1, 2))
+    for one in (of_ranks(f, *args), step):
+        text = str(jax.make_jaxpr(jflux.fuse(one))(*args))
+        assert "results=('y', 'sums', 'gathered')" in text and "gated=True" in text
+
+
+def test_an_activation_in_float32():
+    def f(x, w, v):
+        h = gather(x)
+        gate, up = ((h @ w).astype(jnp.float32) for w in (w, v))
+        return (jax.nn.silu(gate) * up).astype(jnp.bfloat16)
+
+    args = [normal(*s, dtype=jnp.bfloat16, seed=i) for i, s in enumerate([X, W, W])]
+    plain = of_ranks(f, *args)
+    text = str(jax.make_jaxpr(jflux.fuse(plain))(*args))
+    assert "gated=True" in text and "logistic" not in text
+    exact, fused = plain(*args), jflux.fuse(plain)(*args)
+    np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (exact, fused)), 2e-2, 2e-2)
+    step = jax.grad(lambda *args: jnp.sum(plain(*args).astype(jnp.float32)), (0, 1, 2))
+    assert "results=('y', 'sums', 'gathered')" in str(jax.make_jaxpr(jflux.fuse(step))(*args))
 
 
 def test_biases_and_no_activation():

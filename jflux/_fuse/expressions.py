@@ -32,15 +32,21 @@ class _NoTermError(Exception):
 
 
 def term(
-    body: Body, result: Atom, leaf: Var, known: Callable[[Var], Term | None] = lambda var: None
+    body: Body,
+    result: Atom,
+    leaf: Var,
+    known: Callable[[Var], Term | None] = lambda var: None,
+    *,
+    casts: bool = False,
 ) -> Term | None:
     """What `result` is, computed from `leaf`; None: it needs something else.
 
     Args:
       known: the terms of other variables, or None.
+      casts: leave casts between floating types out.
     """
     try:
-        return _Reader(known).read(body.jaxpr, body.maker, result, {leaf: "x"})
+        return _Reader(known, casts).read(body.jaxpr, body.maker, result, {leaf: "x"})
     except _NoTermError:
         return None
 
@@ -56,8 +62,8 @@ def is_constant(body: Body, atom: Atom) -> bool:
 
 
 class _Reader:
-    def __init__(self, known: Callable[[Var], Term | None]) -> None:
-        self.parts, self._known = 0, known
+    def __init__(self, known: Callable[[Var], Term | None], casts: bool) -> None:
+        self.parts, self._known, self._casts = 0, known, casts
 
     def read(
         self, jaxpr: Jaxpr, maker: Mapping[Var, int], atom: Atom, known: dict[Var, Term]
@@ -98,6 +104,10 @@ class _Reader:
             return float(np.asarray(operands[0]).astype(params["new_dtype"]))
         if len(equation.outvars) > 1:
             raise _NoTermError
+        if self._casts and name == "convert_element_type":
+            types = type_of(equation.invars[0]).dtype, params["new_dtype"]
+            if all(jnp.issubdtype(one, jnp.floating) for one in types):
+                return operands[0]
         if name == "reduce_sum":
             (axis,) = params["axes"] if len(params["axes"]) == 1 else (None,)
             name = "sum" if axis == type_of(equation.invars[0]).ndim - 1 else "other sum"

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from ..bodies import Atom, Body, has_effects, type_of
+from ..bodies import Atom, Body, dropped_with, has_effects, type_of
 from ..expressions import activations, is_constant, term
 from ..products import Product
 from ..sites import Context
@@ -27,6 +27,7 @@ class Found:
     Attributes:
       biases: of each product, or None.
       results: what the op makes: of each product, or the one gated result.
+      products: both products of a gated result, if others need them too.
       members: the equations that it stands for.
     """
 
@@ -35,6 +36,7 @@ class Found:
     gated: bool
     results: tuple[Var, ...]
     members: tuple[int, ...]
+    products: tuple[Var, ...] = ()
 
     @property
     def inputs(self) -> tuple[Atom, ...]:
@@ -122,7 +124,6 @@ def _activated(body: Body, y: Var, context: Context) -> tuple[str, Var, tuple[in
     """(the activation, its result, its equations) of a y that nothing else uses."""
     inside: dict[Var, None] = {y: None}
     members: list[int] = []
-    names = activations(np.dtype(type_of(y).dtype))
     while len(members) < MOST:
         users = sorted({u for var in inside for u in body.users.get(var, ())} - set(members))
         if not users or users[0] == Body.RESULT:
@@ -144,7 +145,7 @@ def _activated(body: Body, y: Var, context: Context) -> tuple[str, Var, tuple[in
             for user in body.users.get(var, ())
         )
         if closed and type_of(result) == type_of(y):
-            name = names.get(term(body, result, y))
+            name = _name(body, result, y)
             if name is not None and not _is_copied(body, result):
                 return name, result, tuple(members)
     return None
@@ -157,16 +158,55 @@ def _is_copied(body: Body, var: Var) -> bool:
 
 
 def _gated(body: Body, gate: _Step, other: _Step, context: Context) -> Found | None:
-    """``activation(gate) * other``, which nothing else uses."""
-    activated = _activated(body, gate.result, context)
-    if activated is None:
-        return None
-    name, result, members = activated
-    user = body.only_user(result)
-    if user is None or user != body.only_user(other.result) or not context.is_free(user):
-        return None
-    equation = body.equations[user]
-    if equation.primitive.name != "mul" or type_of(equation.outvars[0]) != type_of(result):
-        return None  # both are its operands, since it uses both
-    every = (*gate.members, *other.members, *members, user)
-    return Found((gate.bias, other.bias), name, True, tuple(equation.outvars), every)
+    """``activation(gate) * other``. Others may need both, for derivatives."""
+    wanted = type_of(gate.result)
+    for var in (other.result, *_casts(body, other.result)):
+        for user in body.users.get(var, ()):
+            equation = body.equations[user]
+            if user == Body.RESULT or equation.primitive.name != "mul":
+                continue
+            one, two = equation.invars
+            activated = two if one is var else one
+            name = _name(body, activated, gate.result)
+            members, result = [user], equation.outvars[0]
+            if type_of(result) != wanted and (last := body.only_user(result)) is not None:
+                members.append(last)  # a cast, if it is anything that fits
+                result = body.equations[last].outvars[0]
+            casts = (body.equations[i].primitive.name for i in members[1:])
+            fits = type_of(result) == wanted and set(casts) <= {"convert_element_type"}
+            if name is None or not fits or not all(map(context.is_free, members)):
+                continue
+            gone = dropped_with(body, members, ())
+            both = gate.result, other.result
+            is_needed = any(u not in gone for v in both for u in body.users.get(v, ()))
+            made = [i for i in _between(body, gate.result, activated) if i in gone]
+            every = (*gate.members, *other.members, *made, *members)
+            if not is_needed or (gate.bias is None and other.bias is None):
+                products = both if is_needed else ()
+                return Found((gate.bias, other.bias), name, True, (result,), every, products)
+    return None
+
+
+def _between(body: Body, y: Var, result: Atom) -> list[int]:
+    """The equations that make `result` of y."""
+    found: list[int] = []
+    todo = [result]
+    while todo:
+        atom = todo.pop()
+        index = None if atom is y else body.made_by(atom)
+        if index is not None and index not in found and not is_constant(body, atom):
+            found.append(index)
+            todo += body.equations[index].invars
+    return found
+
+
+def _casts(body: Body, var: Var) -> list[Var]:
+    users = [body.equations[u] for u in body.users.get(var, ()) if u != Body.RESULT]
+    return [e.outvars[0] for e in users if e.primitive.name == "convert_element_type"]
+
+
+def _name(body: Body, result: Atom, y: Var) -> str | None:
+    """The activation that makes `result` of y, in whichever type."""
+    written = term(body, result, y, casts=True)
+    own, wide = activations(np.dtype(type_of(y).dtype)), activations(np.dtype(np.float32))
+    return None if written is None else own.get(written) or wide.get(written)

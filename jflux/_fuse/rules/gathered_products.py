@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
-from ..._ops.products.all_gather_matmul import OP, all_gather_matmul
+from ..._ops.products.all_gather_matmul import OP, all_gather_matmul, gated_with_products
 from ..bodies import Body, type_of
 from ..products import Product
 from ..sites import Context, Declined, Site, as_names
@@ -74,20 +75,30 @@ def _site(
     def call(x: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         ws, biases = arrays[: len(taken)], arrays[len(taken) :]
         x = consumers.operand(cast(x, form.casts), form, (dimension,))
-        results = all_gather_matmul(
-            x, [p.w.made_of(w) for p, w in zip(taken, ws, strict=True)],
-            axis_name=names, gather_dimension=form.rows.index(consumers.units[0]),
-            transpose_rhs=form.transposed, return_gathered=bool(kept),
-            bias=epilogue.bias(biases), activation=epilogue.activation, gated=epilogue.gated,
-            preferred_element_type=form.dtype, precision=form.precision,
-        )  # fmt: skip
-        ys, again = results if kept else (results, None)
-        ys = (ys,) if epilogue.gated else ys
-        made = [result_of(product, y) for product, y in zip(taken, ys, strict=False)]
+        matrices = [product.w.made_of(w) for product, w in zip(taken, ws, strict=True)]
+        options: dict[str, Any] = {
+            "axis_name": names, "gather_dimension": form.rows.index(consumers.units[0]),
+            "transpose_rhs": form.transposed, "return_gathered": bool(kept),
+            "preferred_element_type": form.dtype, "precision": form.precision,
+        }  # fmt: skip
+        if epilogue.products:
+            assert epilogue.activation is not None
+            y, both, again = gated_with_products(
+                x, matrices, activation=epilogue.activation, **options
+            )
+            ys = [y, *both]
+        else:
+            results = all_gather_matmul(
+                x, matrices, bias=epilogue.bias(biases), activation=epilogue.activation,
+                gated=epilogue.gated, **options,
+            )  # fmt: skip
+            ys, again = results if kept else (results, None)
+            ys = [ys] if epilogue.gated else ys
+        made = [result_of(taken[i % len(taken)], y) for i, y in enumerate(ys)]
         made += [consumers.view_of(var, again, form) for var in kept]
         return [reshaped(a, type_of(var).shape) for a, var in zip(made, outputs, strict=True)]
 
-    outputs = (*epilogue.results, *kept)
+    outputs = (*epilogue.results, *epilogue.products, *kept)
     inputs = (equation.invars[0], *needed)
     aval = type_of(equation.invars[0])
     moved = (context.ranks(names) - 1) * aval.size * aval.dtype.itemsize
