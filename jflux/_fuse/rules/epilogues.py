@@ -27,7 +27,7 @@ class Found:
     Attributes:
       biases: of each product, or None.
       results: what the op makes: of each product, or the one gated result.
-      products: both products of a gated result, if others need them too.
+      products: the products of an activated or gated result, if others need them too.
       members: the equations that it stands for.
     """
 
@@ -73,6 +73,10 @@ def find(body: Body, products: Sequence[Product], context: Context) -> Found:
         if activated is not None:
             name, result, members = activated
             return Found((one.bias,), name, False, (result,), (*one.members, *members))
+        activated = _activated_with_product(body, one.result, context)
+        if activated is not None and one.bias is None:
+            name, result, members = activated
+            return Found((None,), name, False, (result,), members, (one.result,))
     return Found(
         tuple(step.bias for step in steps), None, False, tuple(step.result for step in steps),
         tuple(member for step in steps for member in step.members),
@@ -149,6 +153,30 @@ def _activated(body: Body, y: Var, context: Context) -> tuple[str, Var, tuple[in
             if name is not None and not _is_copied(body, result):
                 return name, result, tuple(members)
     return None
+
+
+def _activated_with_product(
+    body: Body, y: Var, context: Context
+) -> tuple[str, Var, tuple[int, ...]] | None:
+    """The same of a y that others need too. The last equation makes nothing else."""
+    inside, seen = [y], set[int]()
+    found: tuple[str, Var, tuple[int, ...]] | None = None
+    while inside:
+        var = inside.pop(0)
+        for user in body.users.get(var, ()):
+            if user == Body.RESULT or user in seen or len(seen) == 2 * MOST:
+                continue
+            seen.add(user)
+            equation = body.equations[user]
+            if len(equation.outvars) > 1 or not context.is_free(user) or has_effects(equation):
+                continue
+            (result,) = equation.outvars
+            if term(body, result, y, casts=True) is None:
+                continue
+            inside.append(result)
+            if type_of(result) == type_of(y) and (name := _name(body, result, y)) is not None:
+                found = name, result, (user,)
+    return found
 
 
 def _is_copied(body: Body, var: Var) -> bool:

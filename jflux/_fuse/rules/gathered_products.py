@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ..._ops.products.all_gather_matmul import OP, all_gather_matmul, gated_with_products
+from ..._ops.products.all_gather_matmul import OP, all_gather_matmul, with_products
 from ..bodies import Body, type_of
 from ..products import Product
 from ..sites import Context, Declined, Site, as_names
@@ -83,8 +83,8 @@ def _site(
         }  # fmt: skip
         if epilogue.products:
             assert epilogue.activation is not None
-            y, both, again = gated_with_products(
-                x, matrices, activation=epilogue.activation, **options
+            y, both, again = with_products(
+                x, matrices, activation=epilogue.activation, gated=epilogue.gated, **options
             )
             ys = [y, *both]
         else:

@@ -418,28 +418,30 @@ def reference(
     return (y, gathered) if return_gathered else y
 
 
-def gated_with_products(
+def with_products(
     x: jax.Array,
     ws: Sequence[jax.Array],
     *,
     axis_name: AxisName,
     gather_dimension: int,
     activation: str,
+    gated: bool,
     return_gathered: bool,
     transpose_rhs: bool,
     preferred_element_type: DTypeLike | None,
     precision: lax.PrecisionLike,
 ) -> tuple[jax.Array, Sequence[jax.Array], jax.Array | None]:
-    """(y, both products, the gathered x) of :func:`all_gather_matmul` with ``gated=True``, by one
-    kernel, for a program that needs the products too: what `jax.grad` makes of one does."""
+    """(y, the products, the gathered x) of an :func:`all_gather_matmul` with an activation, of one
+    weight or gated, by one kernel: for a program that needs the products too, as what `jax.grad`
+    makes does."""
     products: Sequence[jax.Array]
+    epilogue = Epilogue((False,) * len(ws), activation, gated)
     if _product.is_for_lax(OP, axis_name, x, *ws):
         products, gathered = all_gather_matmul(
             x, ws, axis_name=axis_name, gather_dimension=gather_dimension, return_gathered=True,
             transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
             precision=precision,
         )  # fmt: skip
-        epilogue = Epilogue((False, False), activation, gated=True)
         (y,), _ = _epilogue.apply(epilogue, products, (), np.dtype(products[0].dtype))
         return y, products, gathered if return_gathered else None
     params = Params(
@@ -450,7 +452,7 @@ def gated_with_products(
         transpose_rhs=transpose_rhs,
         out_dtype=_product.out_dtype(OP, (x, *ws), preferred_element_type, precision),
         precision=precision,
-        epilogue=Epilogue((False, False), activation, gated=True),
+        epilogue=epilogue,
     )
     (y,), products, gathered = _unpack(bind(params, x, ws), len(ws), params)
     return y, products, gathered
