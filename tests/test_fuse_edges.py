@@ -179,6 +179,18 @@ def test_large_sums_of_several_products():
     assert found.op == "matmul_reduce_scatter"
 
 
+def test_a_sum_of_two_thousand_products():
+    def f(x, w):
+        return lax.psum(functools.reduce(jnp.add, [(x * i) @ w for i in range(2000)]), "tp")
+
+    shapes = jax.ShapeDtypeStruct((2, 4, 8), float), jax.ShapeDtypeStruct((2, 8, 6), float)
+    (found,) = jflux.fuse(of_ranks(f, *shapes, check_vma=False)).report(*shapes)
+    assert (found.op, found.reason) == (
+        "all_reduce",
+        "the op sums one product over ranks, not several",
+    )
+
+
 def test_modules_of_nnx():
     nnx = pytest.importorskip("flax.nnx")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -90,8 +91,7 @@ class Term:
 
     def x(self, array: jax.Array) -> jax.Array:
         """[*rows, k]."""
-        k = int(np.prod(self.product.w.k, dtype=np.int64))
-        return reshaped(array, (*self.layout.row_sizes(), k))
+        return reshaped(array, (*self.layout.row_sizes(), math.prod(self.product.w.k)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,10 +144,10 @@ def find(
       moved: the dimensions that the collective makes longer or shorter.
       columns: why these can be no columns of the product; None: they can.
     """
-    leaves: list[tuple[int, list[int]]] = []  # products, and the views after each, the last first
-    members: list[int] = []
-    if why := _leaves(body, atom, [], leaves, members, context):
-        return why
+    found = _leaves(body, atom, context)
+    if isinstance(found, str):
+        return found
+    leaves, members = found
     terms = []
     for index, after in leaves:
         equation = body.equations[index]
@@ -175,40 +175,39 @@ def find(
 
 
 def _leaves(
-    body: Body,
-    atom: Atom,
-    after: list[int],
-    leaves: list[tuple[int, list[int]]],
-    members: list[int],
-    context: Context,
-) -> str | None:
-    """Collects products; why there are others."""
-    index = body.made_by(atom)
-    if index is None:
-        return "what is summed is not a product"
-    equation = body.equations[index]
-    name = equation.primitive.name
-    if name != "dot_general" and name not in ADDS and _view_of(body, index) is None:
-        return f"what is summed comes from {name}, not from a product"
-    assert isinstance(atom, Var)
-    if len(body.users[atom]) > 1:
-        return f"{'the product' if name == 'dot_general' else 'what is summed'} has other uses"
-    if not context.is_free(index):
-        return "the product belongs to another site"
-    members.append(index)
-    if name == "dot_general":
-        leaves.append((index, after))
-        return None
-    if name not in ADDS:
-        return _leaves(body, equation.invars[0], [*after, index], leaves, members, context)
-    if equation.invars[0] is equation.invars[1]:
-        return "a product is added to itself"
-    for operand in equation.invars:
-        if type_of(operand).shape != type_of(atom).shape:
+    body: Body, summed: Atom, context: Context
+) -> tuple[list[tuple[int, list[int]]], list[int]] | str:
+    """(products, and the views after each, the last first; all equations of the sum), or why it is
+    no sum of products."""
+    leaves: list[tuple[int, list[int]]] = []
+    members: list[int] = []
+    todo: list[tuple[Atom, list[int]]] = [(summed, [])]
+    while todo:
+        atom, after = todo.pop()
+        index = body.made_by(atom)
+        if index is None:
             return "what is summed is not a product"
-        if why := _leaves(body, operand, after, leaves, members, context):
-            return why
-    return None
+        equation = body.equations[index]
+        name = equation.primitive.name
+        if name != "dot_general" and name not in ADDS and _view_of(body, index) is None:
+            return f"what is summed comes from {name}, not from a product"
+        assert isinstance(atom, Var)
+        if len(body.users[atom]) > 1:
+            return f"{'the product' if name == 'dot_general' else 'what is summed'} has other uses"
+        if not context.is_free(index):
+            return "the product belongs to another site"
+        members.append(index)
+        if name == "dot_general":
+            leaves.append((index, after))
+        elif name not in ADDS:
+            todo.append((equation.invars[0], [*after, index]))
+        elif equation.invars[0] is equation.invars[1]:
+            return "a product is added to itself"
+        elif any(type_of(one).shape != type_of(atom).shape for one in equation.invars):
+            return "what is summed is not a product"
+        else:
+            todo += [(operand, after) for operand in reversed(equation.invars)]
+    return leaves, members
 
 
 def _view_of(body: Body, index: int) -> View | None:
