@@ -57,14 +57,13 @@ class BodyPlan:
     @functools.cached_property
     def last_uses(self) -> list[list[Var]]:
         """The variables that no step after this one reads, by step."""
-        results = {var for var in self.jaxpr.outvars if isinstance(var, Var)}
-        seen: set[Var] = set(results)
+        seen = {var for var in self.jaxpr.outvars if isinstance(var, Var)}
         last: list[list[Var]] = []
         for step in reversed(self.steps):
-            site = isinstance(step, Site)
-            equation = None if site else self.jaxpr.eqns[cast(int, step)]
-            atoms = (*step.inputs, *step.outputs) if isinstance(step, Site) else ()
-            atoms = (*equation.invars, *equation.outvars) if equation is not None else atoms
+            if isinstance(step, Site):
+                atoms = (*step.inputs, *step.outputs)
+            else:
+                atoms = (*self.jaxpr.eqns[step].invars, *self.jaxpr.eqns[step].outvars)
             here = {atom for atom in atoms if isinstance(atom, Var)} - seen
             last.append(list(here))
             seen |= here
@@ -106,7 +105,8 @@ class Planner:
         body = Body(jaxpr)
         specs = None if scope.axes else Specs(body, given, mesh)
         plan = functools.partial(self.plan, scope=scope)
-        context, declined = _find(Context(body, scope, specs, plan))
+        context = Context(body, scope, specs, plan)
+        declined = _find(context)
         steps, late = _in_order(body, context.sites)
         sites = tuple(site for site in context.sites if site not in late)
         declined += [Declined(site.op, site.at, CYCLE) for site in late]
@@ -133,8 +133,8 @@ NOT_WANTED = "`only` or `skip` leaves it out"
 CYCLE = "other sites need a part of its results before they can make its operands"
 
 
-def _find(context: Context) -> tuple[Context, list[Declined]]:
-    """(the sites, why others are none)."""
+def _find(context: Context) -> list[Declined]:
+    """Adds the sites to the context; why others are none."""
     body, scope = context.body, context.scope
     declined: dict[int, Declined] = {}
     for rules in RULES if scope.axes else GLOBAL_RULES:
@@ -151,7 +151,7 @@ def _find(context: Context) -> tuple[Context, list[Declined]]:
                 declined.setdefault(index, Declined(found.op, index, NOT_WANTED))
             elif found is not None:
                 context.add(found)
-    return context, list(declined.values())
+    return list(declined.values())
 
 
 def _asked(rule: Rule, index: int, context: Context) -> Site | Declined | None:

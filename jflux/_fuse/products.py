@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,13 +36,13 @@ class Matrix:
 
     @property
     def columns(self) -> int:
-        return int(np.prod(self.n, dtype=np.int64))
+        return math.prod(self.n)
 
     def made_of(self, array: jax.Array) -> jax.Array:
         """The matrix."""
         if self.permutation is not None:
             array = lax.transpose(array, self.permutation)
-        k = int(np.prod(self.k, dtype=np.int64))
+        k = math.prod(self.k)
         return reshaped(array, (self.columns, k) if self.transposed else (k, self.columns))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -154,10 +155,7 @@ class Context:
 
     def ranks(self, names: Sequence[Any]) -> int:
         """How many there are along these axes."""
-        count = 1
-        for name in names:
-            count *= self.scope.axes[name]
-        return count
+        return math.prod(self.scope.axes[name] for name in names)
 
 
 def as_names(axis_name: Any) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,8 +69,7 @@ def _is_same(one: Any, other: Any) -> bool:
         return True
     if other is None or (isinstance(one, Mesh) and isinstance(other, Mesh)):
         return False
-    abstract = (getattr(mesh, "abstract_mesh", mesh) for mesh in (one, other))
-    first, second = abstract
+    first, second = (getattr(mesh, "abstract_mesh", mesh) for mesh in (one, other))
     return bool(first == second)
 
 
@@ -201,13 +201,9 @@ class Specs:
 
 def natural(equation: JaxprEqn, lhs: Spec, rhs: Spec) -> Spec:
     """How a product's result is split if each of its dimensions is as in the operand."""
-    (of_lhs, of_rhs), (batch, _) = equation.params["dimension_numbers"]
-    rows = [axes for i, axes in enumerate(lhs) if i not in (*of_lhs, *batch)]
-    columns = [
-        axes
-        for i, axes in enumerate(rhs)
-        if i not in (*of_rhs, *equation.params["dimension_numbers"][1][1])
-    ]
+    (of_lhs, of_rhs), (batch, of_batch) = equation.params["dimension_numbers"]
+    rows = (axes for i, axes in enumerate(lhs) if i not in (*of_lhs, *batch))
+    columns = (axes for i, axes in enumerate(rhs) if i not in (*of_rhs, *of_batch))
     return (*(lhs[i] for i in batch), *rows, *columns)
 
 
@@ -255,7 +251,4 @@ def _of_view(equation: JaxprEqn, result: Var, spec: Spec, mesh: Any) -> Spec | N
 
 
 def ranks_of(mesh: Any, axes: Sequence[Any]) -> int:
-    count = 1
-    for axis in axes:
-        count *= mesh.shape[axis]
-    return count
+    return math.prod(mesh.shape[axis] for axis in axes)

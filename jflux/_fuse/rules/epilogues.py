@@ -63,20 +63,10 @@ def find(body: Body, products: Sequence[Product], context: Context) -> Found:
     """The epilogue of products of one form, which come in the op's order: a gate before the other.
     One that does nothing, if there is none."""
     steps = [_biased(body, product, context) for product in products]
-    if len(products) == 2:
-        gated = _gated(body, steps[0], steps[1], context)
-        if gated is not None:
-            return gated
-    if len(products) == 1:
-        (one,) = steps
-        activated = _activated(body, one.result, context)
-        if activated is not None:
-            name, result, members = activated
-            return Found((one.bias,), name, False, (result,), (*one.members, *members))
-        activated = _activated_with_product(body, one.result, context)
-        if activated is not None and one.bias is None:
-            name, result, members = activated
-            return Found((None,), name, False, (result,), members, (one.result,))
+    if len(products) == 1 and (activated := _activated(body, steps[0], context)) is not None:
+        return activated
+    if len(products) == 2 and (gated := _gated(body, steps[0], steps[1], context)) is not None:
+        return gated
     return Found(
         tuple(step.bias for step in steps), None, False, tuple(step.result for step in steps),
         tuple(member for step in steps for member in step.members),
@@ -124,69 +114,30 @@ def vector(body: Body, atom: Atom, columns: tuple[int, ...]) -> Atom | None:
     return None
 
 
-def _activated(body: Body, y: Var, context: Context) -> tuple[str, Var, tuple[int, ...]] | None:
-    """(the activation, its result, its equations) of a y that nothing else uses."""
-    inside: dict[Var, None] = {y: None}
-    members: list[int] = []
-    while len(members) < MOST:
-        users = sorted({u for var in inside for u in body.users.get(var, ())} - set(members))
-        if not users or users[0] == Body.RESULT:
-            return None
-        index = users[0]
-        equation = body.equations[index]
-        fits = context.is_free(index) and not has_effects(equation)
-        variables = [one for one in equation.invars if isinstance(one, Var)]
-        others = [one for one in variables if one not in inside]
-        if not fits or len(equation.outvars) > 1 or not all(is_constant(body, o) for o in others):
-            return None
-        members.append(index)
-        (result,) = equation.outvars
-        inside[result] = None
-        closed = all(
-            user in members
-            for var in inside
-            if var is not result
-            for user in body.users.get(var, ())
-        )
-        if closed and type_of(result) == type_of(y):
-            name = _name(body, result, y)
-            if name is not None and not _is_copied(body, result):
-                return name, result, tuple(members)
-    return None
-
-
-def _activated_with_product(
-    body: Body, y: Var, context: Context
-) -> tuple[str, Var, tuple[int, ...]] | None:
-    """The same of a y that others need too. The last equation makes nothing else."""
-    inside, seen = [y], set[int]()
-    found: tuple[str, Var, tuple[int, ...]] | None = None
+def _activated(body: Body, step: _Step, context: Context) -> Found | None:
+    """``activation(product)``."""
+    inside, seen = [step.result], set[int]()
+    found: Found | None = None
     while inside:
-        var = inside.pop(0)
-        for user in body.users.get(var, ()):
+        for user in body.users.get(inside.pop(0), ()):
             if user == Body.RESULT or user in seen or len(seen) == 2 * MOST:
                 continue
             seen.add(user)
             equation = body.equations[user]
-            if len(equation.outvars) > 1 or not context.is_free(user) or has_effects(equation):
+            if len(equation.outvars) > 1 or has_effects(equation):
                 continue
             (result,) = equation.outvars
-            if term(body, result, y, casts=True) is None:
+            if term(body, result, step.result, casts=True) is None:
                 continue
             inside.append(result)
-            if type_of(result) == type_of(y) and (name := _name(body, result, y)) is not None:
-                found = name, result, (user,)
+            name = _name(body, result, step.result)
+            if name is not None and type_of(result) == type_of(step.result):
+                found = _of_results(body, [step], name, result, result, [user], context) or found
     return found
 
 
-def _is_copied(body: Body, var: Var) -> bool:
-    """Whether nothing but a copy is made of it: that is the activation's result, then."""
-    user = body.only_user(var)
-    return user is not None and body.equations[user].primitive.name == "copy"
-
-
 def _gated(body: Body, gate: _Step, other: _Step, context: Context) -> Found | None:
-    """``activation(gate) * other``. Others may need both, for derivatives."""
+    """``activation(gate) * other``."""
     wanted = type_of(gate.result)
     for var in (other.result, *_casts(body, other.result)):
         for user in body.users.get(var, ()):
@@ -202,17 +153,39 @@ def _gated(body: Body, gate: _Step, other: _Step, context: Context) -> Found | N
                 result = body.equations[last].outvars[0]
             casts = (body.equations[i].primitive.name for i in members[1:])
             fits = type_of(result) == wanted and set(casts) <= {"convert_element_type"}
-            if name is None or not fits or not all(map(context.is_free, members)):
+            if name is None or not fits:
                 continue
-            gone = dropped_with(body, members, ())
-            both = gate.result, other.result
-            is_needed = any(u not in gone for v in both for u in body.users.get(v, ()))
-            made = [i for i in _between(body, gate.result, activated) if i in gone]
-            every = (*gate.members, *other.members, *made, *members)
-            if not is_needed or (gate.bias is None and other.bias is None):
-                products = both if is_needed else ()
-                return Found((gate.bias, other.bias), name, True, (result,), every, products)
+            steps = [gate, other]
+            found = _of_results(body, steps, name, activated, result, members, context)
+            if found is not None:
+                return found
     return None
+
+
+def _of_results(
+    body: Body,
+    steps: Sequence[_Step],
+    name: str,
+    activated: Atom,
+    result: Var,
+    last: Sequence[int],
+    context: Context,
+) -> Found | None:
+    """The epilogue that makes `result` by the equations `last`, the first product activated. If
+    others need the products too, for derivatives, the op makes them as well."""
+    made = tuple(step.result for step in steps)
+    gone = dropped_with(body, last, made)
+    between = [i for i in _between(body, made[0], activated) if i in gone]
+    members = dict.fromkeys((*between, *last))
+    if not all(map(context.is_free, members)):
+        return None
+    is_needed = any(user not in gone for var in made for user in body.users.get(var, ()))
+    biases = tuple(step.bias for step in steps)
+    if is_needed and any(bias is not None for bias in biases):
+        return None
+    every = (*(member for step in steps for member in step.members), *members)
+    products = made if is_needed else ()
+    return Found(biases, name, len(steps) == 2, (result,), every, products)
 
 
 def _between(body: Body, y: Var, result: Atom) -> list[int]:
