@@ -35,6 +35,7 @@
   FOLDER(GroupedMatmul, kHopper, OP(GroupedMatmul) OP(GroupedMatmulDw))                         \
   FOLDER(GroupedMatmulScaled, kHopper, OP(GroupedMatmulScaled))                                 \
   FOLDER(ActivationGradient, kPortable, OP(ActivationGradient))                                 \
+  FOLDER(MoeGate, kPortable, OP(MoeGate) OP(MoeGateGradient))                                   \
   FOLDER(MoeRoute, kPortable, OP(MoeRoute))                                                     \
   FOLDER(MoeRows, kPortable, OP(MoeRows))                                                       \
   FOLDER(Quantize, kHopper, OP(Quantize))
