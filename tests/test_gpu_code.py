@@ -30,7 +30,8 @@ EVERY, USERS = ((least, 2**31 - 1) for least in (PORTABLE, 0))
 #: Ops with kernels for compute capability 8.0 and later.
 SMALL = (
     "activation_gradient", "all_gather", "all_reduce", "all_to_all", "decode_merge",
-    "flash_decode", "moe_route", "moe_rows", "ragged_all_to_all", "reduce_scatter",
+    "flash_decode", "moe_gate", "moe_gate_gradient", "moe_route", "moe_rows", "ragged_all_to_all",
+    "reduce_scatter",
 )  # fmt: skip
 
 

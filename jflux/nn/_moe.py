@@ -24,9 +24,9 @@ from .._ops.collectives.exchange import all_gather, reduce_scatter
 from .._ops.experts import (
     all_gather_grouped_matmul,
     dispatch_grouped_matmul,
-    gates,
     grouped_matmul_reduce_scatter,
     moe_dispatch,
+    moe_gate,
 )
 from .._ops.experts._checks import check_mask
 from .._ops.experts.losses import has_expert
@@ -320,7 +320,7 @@ def _mixture(
             "jflux.nn.mixture: select must return (indices, weights), got indices "
             f"{indices.dtype}; jax.lax.top_k returns (values, indices)"
         )
-    indices, weights = gates.of_real_tokens(indices, weights, real)
+    indices, weights = moe_gate.of_real_tokens(indices, weights, real)
     losses = _losses(logits, indices, placement, capacity, split, loss_axes)
 
     # Those that see all of their group's tokens before the experts, and sum after them.

@@ -11,7 +11,6 @@ import numpy as np
 from ..._call import local_ops, value_checks
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
-from .._epilogue import sum_dtype
 
 
 def check_tokens(
@@ -60,18 +59,18 @@ def check_weights(op: str, weights: Any, shape: tuple[int, ...]) -> jax.Array:
     return weights
 
 
-def check_logits(op: str, logits: Any, mask: Any) -> tuple[jax.Array, jax.Array | None]:
-    """(a router's logits [T, E] in the type to compute in; the mask of tokens, None if there is
-    none), of an op of `jflux.moe`."""
+def check_logits(op: str, logits: Any, mask: Any) -> jax.Array | None:
+    """The mask of tokens, None if there is none. Raises if it does not fit a router's logits
+    [T, E], or these are not floating, in an op of `jflux.moe`."""
     local_ops.check_arrays(f"moe.{op}", logits=logits)
     if logits.ndim != 2:
         raise ValueError(f"jflux.moe.{op}: logits must have shape [T, E], got {logits.shape}")
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(f"jflux.moe.{op}: logits must be floating, got {logits.dtype}")
-    if mask is not None:
-        local_ops.check_arrays(f"moe.{op}", mask=mask)
-        mask = check_mask(f"jflux.moe.{op}", mask, logits.shape[:1])
-    return logits.astype(sum_dtype(logits.dtype)), mask
+    if mask is None:
+        return None
+    local_ops.check_arrays(f"moe.{op}", mask=mask)
+    return check_mask(f"jflux.moe.{op}", mask, logits.shape[:1])
 
 
 def check_mask(op: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:

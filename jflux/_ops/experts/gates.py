@@ -1,8 +1,9 @@
 """Gates: which experts a token takes, and with which weights, as functions of the router's logits.
 
-All compute in float32 (float64 for float64). Ties go to the lower index, so that every rank chooses
-the same. Weights are differentiable; choices are not. Tokens that a mask leaves out, such as
-padding, choose no expert: -1, with the weight 0. Their logits may be NaN, and have gradient zero.
+All compute in float32 (float64 for float64); those without groups are one kernel on GPUs, and their
+gradient is one. Ties go to the lower index, so that every rank chooses the same. Weights are
+differentiable; choices are not. Tokens that a mask leaves out, such as padding, choose no expert:
+-1, with the weight 0. Their logits may be NaN, and have gradient zero.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._call import value_checks
-from .._epilogue import in_rows
+from .._epilogue import sum_dtype
+from . import moe_gate
 from ._checks import check_logits
 
 
@@ -43,9 +44,8 @@ def top_k_softmax(
     Raises:
       ValueError, TypeError: logits that are not floating [T, E], or a k or mask that does not fit.
     """
-    logits, mask = _checked("top_k_softmax", logits, k, mask)
-    _, indices = lax.top_k(logits, k)
-    return of_real_tokens(indices, _weights("softmax", logits, indices, normalize, scale), mask)
+    mask = _check("top_k_softmax", logits, k, mask)
+    return moe_gate.choose(logits, k, "softmax", normalize=normalize, scale=scale, mask=mask)
 
 
 def top_k_sigmoid(
@@ -74,9 +74,11 @@ def top_k_sigmoid(
     Raises:
       ValueError, TypeError: operands that do not fit.
     """
-    logits, mask = _checked("top_k_sigmoid", logits, k, mask)
-    _, indices = lax.top_k(_biased("top_k_sigmoid", jax.nn.sigmoid(logits), bias), k)
-    return of_real_tokens(indices, _weights("sigmoid", logits, indices, normalize, scale), mask)
+    mask = _check("top_k_sigmoid", logits, k, mask)
+    _check_bias("top_k_sigmoid", bias, logits)
+    return moe_gate.choose(
+        logits, k, "sigmoid", bias=bias, normalize=normalize, scale=scale, mask=mask
+    )
 
 
 def group_limited_top_k(
@@ -114,7 +116,7 @@ def group_limited_top_k(
       ValueError, TypeError: operands that do not fit.
     """
     op = "group_limited_top_k"
-    logits, mask = _checked(op, logits, k, mask)
+    mask = _check(op, logits, k, mask)
     tokens, experts = logits.shape
     if score not in ("sigmoid", "softmax"):
         raise ValueError(f"jflux.moe.{op}: {score=} must be 'sigmoid' or 'softmax'")
@@ -126,60 +128,35 @@ def group_limited_top_k(
             f"jflux.moe.{op}: {top_groups=} must be from 1 to {num_groups=}, and its groups of "
             f"{size} experts must have the {k=} of a token"
         )
-    choice = _biased(op, _scores(score, logits), bias)
+    _check_bias(op, bias, logits)
+    logits = logits.astype(sum_dtype(logits.dtype))
+    if mask is not None:
+        logits = jnp.where(mask[:, None], logits, 0)
+    choice = moe_gate.biased(moe_gate.scores(score, logits), bias)
     grouped = choice.reshape(tokens, num_groups, size)
     best, _ = lax.top_k(grouped, min(2, size) if score == "sigmoid" else 1)
     _, groups = lax.top_k(jnp.sum(best, -1), top_groups)
     allowed = jnp.any(jax.nn.one_hot(groups, num_groups, dtype=bool), 1)
     grouped = jnp.where(allowed[:, :, None], grouped, -jnp.inf)
     _, indices = lax.top_k(grouped.reshape(tokens, experts), k)
-    return of_real_tokens(indices, _weights(score, logits, indices, normalize, scale), mask)
+    weights = moe_gate.weights_of(score, logits, indices, normalize, scale)
+    return moe_gate.of_real_tokens(indices, weights, mask)
 
 
-def of_real_tokens(
-    indices: jax.Array, weights: jax.Array, mask: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """(indices i32 [T, k], weights [T, k]) without those of tokens that the mask leaves out."""
-    indices = value_checks.to_int32(indices)
-    if mask is None:
-        return indices, weights
-    real = mask[:, None]
-    return jnp.where(real, indices, -1), jnp.where(real, weights, jnp.zeros((), weights.dtype))
-
-
-def _checked(op: str, logits: Any, k: int, mask: Any) -> tuple[jax.Array, jax.Array | None]:
-    """(the logits in the type to compute in, zeros where the mask leaves a token out; the mask)."""
-    wide, mask = check_logits(op, logits, mask)
+def _check(op: str, logits: Any, k: int, mask: Any) -> jax.Array | None:
+    """The mask."""
+    mask = check_logits(op, logits, mask)
     if not 1 <= k <= logits.shape[1]:
         raise ValueError(
             f"jflux.moe.{op}: {k=} must be from 1 to the {logits.shape[1]} experts of logits "
             f"{logits.shape}"
         )
-    return wide if mask is None else jnp.where(mask[:, None], wide, 0), mask
+    return mask
 
 
-def _biased(op: str, scores: jax.Array, bias: Any) -> jax.Array:
-    """The scores by which experts are chosen: with the bias, and without a gradient."""
-    if bias is None:
-        return lax.stop_gradient(scores)
-    if tuple(bias.shape) != scores.shape[1:]:
+def _check_bias(op: str, bias: Any, logits: jax.Array) -> None:
+    if bias is not None and tuple(bias.shape) != logits.shape[1:]:
         raise ValueError(
             f"jflux.moe.{op}: bias has shape {tuple(bias.shape)}, and there are "
-            f"{scores.shape[1]} experts"
+            f"{logits.shape[1]} experts"
         )
-    return lax.stop_gradient(scores + in_rows(bias.astype(scores.dtype), scores))
-
-
-def _scores(score: str, logits: jax.Array) -> jax.Array:
-    return jax.nn.sigmoid(logits) if score == "sigmoid" else jax.nn.softmax(logits, -1)
-
-
-def _weights(
-    score: str, logits: jax.Array, indices: jax.Array, normalize: bool, scale: float
-) -> jax.Array:
-    if not normalize:
-        return scale * jnp.take_along_axis(_scores(score, logits), indices, -1)
-    # Scores over their sum are the softmax of their logarithms, whose exponentials may all be 0 in
-    # float32. That of a softmax is the logit, less what all experts have in common.
-    chosen = jnp.take_along_axis(logits, indices, -1)
-    return scale * jax.nn.softmax(jax.nn.log_sigmoid(chosen) if score == "sigmoid" else chosen, -1)

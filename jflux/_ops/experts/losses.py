@@ -14,6 +14,7 @@ from ..._call import derivatives, value_checks
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from .. import _lax
+from .._epilogue import sum_dtype
 from ._checks import check_logits
 from .routing import count
 
@@ -141,5 +142,6 @@ _sum: Callable[..., Sequence[Any]] = derivatives.differentiated(
 
 def _checked(op: str, logits: Any, mask: Any) -> tuple[jax.Array, jax.Array]:
     """(the logits in the type to compute in, the mask)."""
-    wide, mask = check_logits(op, logits, mask)
+    mask = check_logits(op, logits, mask)
+    wide = logits.astype(sum_dtype(logits.dtype))
     return wide, jnp.ones(logits.shape[:1], bool) if mask is None else mask
