@@ -173,7 +173,9 @@ TEST(ChoicesWeightsAndGradientsEqualTheirDefinition) {
   }
   Check<float>({3, 257, 32}, seed++);
   Check<__nv_bfloat16>({2, 1024, 17, GateScore::kSoftmax, false}, seed++);
-  Check<float>({5000, 8, 2, GateScore::kSoftmax, true, false, true}, seed++);  // 3 tokens of a warp
+  // Two and three tokens of a warp.
+  Check<float>({2310, 40, 3, GateScore::kSigmoid, true, false, true}, seed++);
+  Check<float>({5000, 8, 2, GateScore::kSoftmax, false, false, true}, seed++);
 }
 
 // One token with these logits chooses these experts.
