@@ -53,15 +53,18 @@ def load_balancing_loss(
       ValueError, TypeError: operands that do not fit.
     """
     op = "load_balancing_loss"
-    wide, mask = _checked(op, logits, mask)
+    mask = check_logits(op, logits, mask)
     if topk_indices.ndim != 2 or topk_indices.shape[0] != logits.shape[0]:
         raise ValueError(
             f"jflux.moe.{op}: topk_indices {topk_indices.shape} must be [T, k] of "
             f"the {logits.shape[0]} tokens of logits {logits.shape}"
         )
+    wide = _wide(logits)
     experts, indices = wide.shape[1], value_checks.to_int32(topk_indices)
-    real = mask & has_expert(indices, experts)
-    chosen = count(jnp.where(real[:, None], indices, -1), experts).astype(wide.dtype)
+    if mask is not None:
+        indices = jnp.where(mask[:, None], indices, -1)
+    real = has_expert(indices, experts)
+    chosen = count(indices, experts).astype(wide.dtype)
     probability = _of_real(lambda one: jax.nn.softmax(one, -1), wide, real)
     chosen, probability, tokens = _over_ranks(axis_name, chosen, probability, _number(real, wide))
     return experts * jnp.sum(lax.stop_gradient(chosen / tokens) * (probability / tokens))
@@ -83,7 +86,8 @@ def z_loss(
     Raises:
       ValueError, TypeError: logits that are not floating [T, E], or a mask that is not bool [T].
     """
-    wide, real = _checked("z_loss", logits, mask)
+    mask = check_logits("z_loss", logits, mask)
+    wide, real = _wide(logits), jnp.ones(logits.shape[:1], bool) if mask is None else mask
     squares = _of_real(lambda one: jnp.square(jax.nn.logsumexp(one, -1)), wide, real)
     squares, tokens = _over_ranks(axis_name, squares, _number(real, wide))
     return squares / tokens
@@ -140,8 +144,6 @@ _sum: Callable[..., Sequence[Any]] = derivatives.differentiated(
 )
 
 
-def _checked(op: str, logits: Any, mask: Any) -> tuple[jax.Array, jax.Array]:
-    """(the logits in the type to compute in, the mask)."""
-    mask = check_logits(op, logits, mask)
-    wide = logits.astype(sum_dtype(logits.dtype))
-    return wide, jnp.ones(logits.shape[:1], bool) if mask is None else mask
+def _wide(logits: jax.Array) -> jax.Array:
+    """In the type to compute in."""
+    return logits.astype(sum_dtype(logits.dtype))

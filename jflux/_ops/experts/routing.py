@@ -141,9 +141,15 @@ def statistics(
 
 def count(topk_indices: jax.Array, num_experts: int) -> jax.Array:
     """i32 [E]: how many slots chose each expert. Other numbers count for none."""
+
+    def known(indices: jax.Array) -> jax.Array:
+        return jnp.where((indices >= 0) & (indices < num_experts), indices, -1)
+
+    # Others are an error on CPUs alone. Elsewhere XLA makes one call of this and of the routing of
+    # the same choices.
     indices = value_checks.to_int32(topk_indices)
-    known = (indices >= 0) & (indices < num_experts)
-    return route(jnp.where(known, indices, -1), num_experts).counts
+    indices = lax.platform_dependent(indices, cpu=known, default=lambda indices: indices)
+    return route(indices, num_experts).counts
 
 
 def permute(x: jax.Array, routing: Routing, *, rest: str = "zeros") -> jax.Array:
