@@ -93,7 +93,7 @@ def commands(minutes: float) -> dict[str, tuple[list[str], bool]]:
     ]
     files = {
         "collectives": ["all_reduce", "exchange", "ragged_all_to_all"],
-        "local": ["moe_rows", "flash_decode_half"],
+        "local": ["moe_gate", "moe_rows", "flash_decode_half"],
     }
     stress = ["-m", "jflux.stress", "--unchecked", "--deadline-seconds", "20"]
     missing = [str(TESTS / "test_faults.py"), "-k", "missing_from_a_butterfly"]

@@ -76,7 +76,7 @@ def test_a_sum_that_is_not_a_number(op):
     assert f"jflux_{op}" in error.get()
 
 
-@pytest.mark.parametrize("op", ["grouped_matmul", "flash_decode", "moe_rows"])
+@pytest.mark.parametrize("op", ["grouped_matmul", "flash_decode", "moe_gate", "moe_rows"])
 def test_a_local_op_that_makes_what_is_not_a_number(op):
     x, indices = np.ones((4, 64), jnp.bfloat16), np.array([[0, 1], [1, 1], [0, 0], [1, 0]])
 
@@ -87,6 +87,8 @@ def test_a_local_op_that_makes_what_is_not_a_number(op):
             case "flash_decode":
                 cache = np.ones((2, 2, 1, 64), x.dtype)
                 return jflux.flash_decode(x.reshape(2, 2, 64), cache, cache, np.array([2, 0]))
+            case "moe_gate":
+                return jflux.moe.top_k_softmax(x, 2)[1]
         routing = jflux.moe.route(indices, 2)
         return jflux.moe.unpermute(jflux.moe.permute(x, routing), routing)
 
