@@ -176,6 +176,33 @@ def test_ranks_choose_for_their_own_tokens():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("shape", [(23, 256, 8, 8, 4), (7, 31, 5, 31, 5), (6, 60, 3, 1, 1)])
+def test_groups(shape, score):
+    """The best groups' experts alone; of scores that differ by their rounding any is the best."""
+    *shape, groups, top = shape
+    logits, mask, rng = drawn(shape, "float32", masked=True)
+    bias = rng.standard_normal(shape[1]).astype(np.float32)
+    options = {"num_groups": groups, "top_groups": top, "score": score, "scale": SCALE}
+
+    def f(logits, mask):
+        return moe.group_limited_top_k(logits, shape[2], bias=bias, mask=mask, **options)
+
+    indices, _ = run(f, logits, mask, kernels=["moe_gate"])
+    assert (indices[~mask] == -1).all()
+    wide, indices = logits[mask].astype(np.float64), indices[mask]
+    scores = np.exp(wide) / np.exp(wide).sum(1, keepdims=True)
+    choice = (sigmoid(wide) if score == "sigmoid" else scores) + bias
+    grouped = np.sort(choice.reshape(len(wide), groups, -1), -1)[:, :, ::-1]
+    of_groups = grouped[:, :, : 2 if score == "sigmoid" else 1].sum(-1)
+    allowed = np.argsort(-of_groups, 1, kind="stable")[:, :top]
+    group = np.arange(shape[1]) // (shape[1] // groups)
+    is_allowed = (group[None, :, None] == allowed[:, None, :]).any(-1)
+    want = -np.sort(-np.where(is_allowed, choice, -np.inf), 1)[:, : shape[2]]
+    np.testing.assert_allclose(np.take_along_axis(choice, indices, 1), want, atol=1e-6)
+    assert all(len(set(row)) == shape[2] for row in indices)
+
+
 def test_calls_that_no_kernel_takes():
     reasons = {
         "33 of 64 experts": (np.zeros((4, 64), np.float32), 33),

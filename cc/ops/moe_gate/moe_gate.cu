@@ -37,6 +37,7 @@ struct Shape {
   int32_t batch;  // tokens of a warp, at most 32 / team
   bool is_sigmoid, normalize;
   float scale;
+  int32_t groups, top_groups;
 
   explicit Shape(const MoeGateParams& p)
       : tokens(p.tokens),
@@ -45,7 +46,9 @@ struct Shape {
         team(1),
         is_sigmoid(p.score == GateScore::kSigmoid),
         normalize(p.normalize),
-        scale(p.scale) {
+        scale(p.scale),
+        groups(static_cast<int32_t>(p.groups)),
+        top_groups(static_cast<int32_t>(p.top_groups)) {
     while (team < slots) team *= 2;
     const int64_t warps = kMostSms * kCtasOfSm * kWarps;
     batch = static_cast<int32_t>(Min<int64_t>(32 / team, CeilDiv<int64_t>(tokens, warps)));
@@ -112,6 +115,9 @@ __device__ __forceinline__ uint32_t KeyOf(float x) {
   const uint32_t bits = __float_as_uint(x);
   return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
+__device__ __forceinline__ float OfKey(uint32_t key) {
+  return __uint_as_float((key & 0x80000000u) != 0 ? key ^ 0x80000000u : ~key);
+}
 
 // The softmax over all experts of a token is exp(x - most) / total.
 struct OverAll {
@@ -165,9 +171,46 @@ struct Sorted {
   }
 };
 
-template <typename T, int kOwn>
+// Sets keys of experts outside of the best groups to that of -inf. `keys`, in shared memory, are
+// those of a token. Called by a full warp, whose lane g has group g.
+__device__ __forceinline__ void LimitToGroups(const Shape& s, int lane, uint32_t* keys) {
+  const int32_t size = s.experts / s.groups;
+  uint32_t* own = keys + lane * size;
+  // Each lane begins at another expert of its group, so that lanes' banks differ.
+  const auto for_each = [&](auto&& visit) {
+    int32_t i = lane % size;
+    for (int32_t n = 0; n < size; ++n) {
+      visit(own[i]);
+      i = i + 1 == size ? 0 : i + 1;
+    }
+  };
+  uint32_t score = 0;
+  if (lane < s.groups) {
+    uint32_t best = 0, second = 0;
+    for_each([&](uint32_t key) {
+      second = Max(second, Min(best, key));
+      best = Max(best, key);
+    });
+    score = s.is_sigmoid && size > 1 ? KeyOf(OfKey(best) + OfKey(second)) : best;
+  }
+  bool is_among = lane >= s.groups;
+  for (int32_t n = 0; n < s.top_groups; ++n) {
+    const uint32_t best = __reduce_max_sync(kAllLanes, score);
+    const int first = __ffs(__ballot_sync(kAllLanes, !is_among && score == best)) - 1;
+    if (lane == first) {
+      is_among = true;
+      score = 0;
+    }
+  }
+  if (!is_among) {
+    for_each([&](uint32_t& key) { key = KeyOf(-INFINITY); });
+  }
+}
+
+template <typename T, int kOwn, bool kGrouped>
 __global__ void __launch_bounds__(kThreads)
     MoeGateKernel(const __grid_constant__ MoeGateArgs args) {
+  JFLUX_DYNAMIC_SHARED(uint32_t, 4, shared_keys);  // of groups alone
   const Shape& s = args.shape;
   const MoeGateArrays& arrays = args.arrays;
   const Lane own(s);
@@ -184,20 +227,41 @@ __global__ void __launch_bounds__(kThreads)
       const int e = r * 32 + own.lane;
       logits[r] = e < s.experts ? LogitAt<T>(arrays.logits, token * s.experts + e) : -INFINITY;
     }
+    OverAll of_token{0.0f, 1.0f};
+    if (!s.is_sigmoid && (kGrouped || !s.normalize)) {
+      of_token = OverAll::Of(kOwn, [&](int r) { return logits[r]; });
+      if (own.member == i) all = of_token;
+    }
 #pragma unroll
     for (int r = 0; r < kOwn; ++r) {
       const int e = r * 32 + own.lane;
       const bool is_there = e < s.experts;
-      float choice = s.is_sigmoid ? Sigmoid(logits[r]) : logits[r];
+      float choice = logits[r];
+      if (s.is_sigmoid) {
+        choice = Sigmoid(choice);
+      } else if constexpr (kGrouped) {
+        choice = expf(choice - of_token.most) / of_token.total;
+      }
       if (arrays.bias != nullptr && is_there) choice += __ldg(arrays.bias + e);
       sorted.key[r] = is_there ? KeyOf(choice) : 0;
       sorted.expert[r] = is_there ? e : Sorted<kOwn>::kNone;
     }
-    sorted.Sort();
-    if (!s.is_sigmoid && !s.normalize) {
-      const auto of_token = OverAll::Of(kOwn, [&](int r) { return logits[r]; });
-      if (own.member == i) all = of_token;
+    if constexpr (kGrouped) {
+      uint32_t* keys = shared_keys + threadIdx.x / 32 * s.experts;
+      // Each lane writes and reads its own experts' keys, the lanes of groups those of all.
+#pragma unroll
+      for (int r = 0; r < kOwn; ++r) {
+        if (r * 32 + own.lane < s.experts) keys[r * 32 + own.lane] = sorted.key[r];
+      }
+      __syncwarp();
+      LimitToGroups(s, own.lane, keys);
+      __syncwarp();
+#pragma unroll
+      for (int r = 0; r < kOwn; ++r) {
+        if (r * 32 + own.lane < s.experts) sorted.key[r] = keys[r * 32 + own.lane];
+      }
     }
+    sorted.Sort();
     for (int32_t j = 0; j < s.slots; ++j) {
       const uint32_t best = __reduce_max_sync(kAllLanes, sorted.key[0]);
       const int32_t expert = __reduce_min_sync(
@@ -277,17 +341,19 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <typename T, int kOwn = 1>
+template <typename T, bool kGrouped, int kOwn = 1>
 const void* KernelFor(int64_t experts) {
   if constexpr (32 * kOwn < kMostGateExperts) {
-    if (experts > 32 * kOwn) return KernelFor<T, 2 * kOwn>(experts);
+    if (experts > 32 * kOwn) return KernelFor<T, kGrouped, 2 * kOwn>(experts);
   }
-  return reinterpret_cast<const void*>(&MoeGateKernel<T, kOwn>);
+  return reinterpret_cast<const void*>(&MoeGateKernel<T, kOwn, kGrouped>);
 }
 
-const void* KernelOf(DType dtype, int64_t experts) {
-  return WithFormat<kMoeGateFormats.operands>(
-      dtype, [&](auto format) { return KernelFor<CudaType<format>>(experts); });
+const void* KernelOf(DType dtype, int64_t experts, bool grouped) {
+  return WithFormat<kMoeGateFormats.operands>(dtype, [&](auto format) {
+    using T = CudaType<format>;
+    return grouped ? KernelFor<T, true>(experts) : KernelFor<T, false>(experts);
+  });
 }
 
 const void* GradientOf(DType dtype) {
@@ -308,6 +374,10 @@ std::string WhyNot(const MoeGateParams& p) {
     return "the kernels take up to " + std::to_string(kMostGateExperts) + " experts and " +
            std::to_string(kMostGateSlots) + " choices of a token";
   }
+  if (p.groups > 0 && (p.groups > kMostGateGroups || p.experts % p.groups != 0 ||
+                       p.top_groups < 1 || p.top_groups > p.groups)) {
+    return "the kernel takes up to " + std::to_string(kMostGateGroups) + " groups of one size";
+  }
   return "";
 }
 
@@ -316,7 +386,10 @@ std::string WhyNot(const MoeGateParams& p) {
 bool LoadMoeGateKernels(std::string* error) {
   return ForFormats(kMoeGateFormats.operands, [&](DType dtype) {
     for (int64_t experts = 32; experts <= kMostGateExperts; experts *= 2) {
-      if (!LoadKernel(KernelOf(dtype, experts), 0, error)) return false;
+      if (!LoadKernel(KernelOf(dtype, experts, false), 0, error) ||
+          !LoadKernel(KernelOf(dtype, experts, true), SmemBytes(experts), error)) {
+        return false;
+      }
     }
     return LoadKernel(GradientOf(dtype), SmemBytes(kMostGateExperts), error);
   });
@@ -327,9 +400,10 @@ bool LaunchMoeGate(const MoeGateParams& p, const MoeGateArrays& arrays, cudaStre
   *error = WhyNot(p);
   if (!error->empty()) return false;
   MoeGateArgs args{Shape(p), arrays};
+  const bool grouped = p.groups > 0;
   return LoadOnce(LoadMoeGateKernels, error) &&
-         LaunchKernel(KernelOf(p.dtype, p.experts), &args, args.shape.Ctas(), 1, kThreads, 0,
-                      stream, error);
+         LaunchKernel(KernelOf(p.dtype, p.experts, grouped), &args, args.shape.Ctas(), 1, kThreads,
+                      grouped ? SmemBytes(p.experts) : 0, stream, error);
 }
 
 bool LaunchMoeGateGradient(const MoeGateParams& p, const MoeGateGradientArrays& arrays,

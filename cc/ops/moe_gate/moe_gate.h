@@ -11,6 +11,10 @@
 // is the largest, and 0 is larger than -0. A token that the mask leaves out chooses -1, with the
 // weight 0; its logits are not looked at, and their gradient is 0. All is computed in float32.
 //
+// With groups, G of E / G experts that follow each other, a token chooses among the experts of its
+// best `top_groups` groups, by their scores, also of a softmax. A group is as good as its best
+// expert, with sigmoids as the sum of its two best ones.
+//
 // The gradient takes the weights' gradient, and what the op gave. It needs the logits too, unless
 // the weights are a normalized softmax.
 //
@@ -34,7 +38,7 @@ inline constexpr OpFormats kMoeGateGradientFormats{kMoeGateFormats.operands,
                                                    kMoeGateFormats.operands};
 
 // That the kernels take.
-inline constexpr int64_t kMostGateExperts = 1024, kMostGateSlots = 32;
+inline constexpr int64_t kMostGateExperts = 1024, kMostGateSlots = 32, kMostGateGroups = 32;
 
 enum class GateScore : int64_t { kSoftmax, kSigmoid };
 
@@ -42,8 +46,9 @@ struct MoeGateParams {
   int64_t tokens, experts, slots;  // T, E, k
   GateScore score;
   bool normalize;
-  float scale;  // not 0
-  DType dtype;  // of the logits and of their gradient
+  float scale;                         // not 0
+  DType dtype;                         // of the logits and of their gradient
+  int64_t groups = 0, top_groups = 0;  // of the gate alone; 0: it has no groups
 
   // Whether the gradient depends on the logits, beside the weights.
   bool GradientNeedsLogits() const { return score == GateScore::kSigmoid || !normalize; }

@@ -27,10 +27,11 @@ struct Attributes {
 
 struct GateAttributes : Attributes {
   bool biased = false, masked = false;  // which operands there are
+  int64_t groups = 0, top_groups = 0;
 
   void Read(AttributeReader& read) {
     Attributes::Read(read);
-    read("biased", &biased)("masked", &masked);
+    read("biased", &biased)("masked", &masked)("groups", &groups)("top_groups", &top_groups);
   }
 };
 
@@ -65,8 +66,10 @@ ffi::Error Gate(cudaStream_t stream, ffi::Dictionary attributes, ffi::RemainingA
   const auto do_not_fit = InvalidArgument("moe_gate: operands do not fit");
   if (operands.size() != size_t{1} + a.biased + a.masked) return do_not_fit;
   const auto logits = *operands.get<ffi::AnyBuffer>(0);
-  const auto p = ParamsOf(a, logits, *indices);
-  if (!p || !Is(*weights, ffi::F32, {p->tokens, p->slots})) return do_not_fit;
+  auto p = ParamsOf(a, logits, *indices);
+  if (!p || !Is(*weights, ffi::F32, {p->tokens, p->slots}) || a.groups < 0) return do_not_fit;
+  p->groups = a.groups;
+  p->top_groups = a.top_groups;
   MoeGateArrays arrays{};
   arrays.logits = logits.untyped_data();
   if (a.biased) {

@@ -1,9 +1,9 @@
 """Gates: which experts a token takes, and with which weights, as functions of the router's logits.
 
-All compute in float32 (float64 for float64); those without groups are one kernel on GPUs, and their
-gradient is one. Ties go to the lower index, so that every rank chooses the same. Weights are
-differentiable; choices are not. Tokens that a mask leaves out, such as padding, choose no expert:
--1, with the weight 0. Their logits may be NaN, and have gradient zero.
+All compute in float32 (float64 for float64), on GPUs in one kernel, and one for the gradient. Ties
+go to the lower index, so that every rank chooses the same. Weights are differentiable; choices are
+not. Tokens that a mask leaves out, such as padding, choose no expert: -1, with the weight 0. Their
+logits may be NaN, and have gradient zero.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from .._epilogue import sum_dtype
 from . import moe_gate
 from ._checks import check_logits
 
@@ -117,7 +114,7 @@ def group_limited_top_k(
     """
     op = "group_limited_top_k"
     mask = _check(op, logits, k, mask)
-    tokens, experts = logits.shape
+    experts = logits.shape[1]
     if score not in ("sigmoid", "softmax"):
         raise ValueError(f"jflux.moe.{op}: {score=} must be 'sigmoid' or 'softmax'")
     if num_groups < 1 or experts % num_groups:
@@ -129,18 +126,10 @@ def group_limited_top_k(
             f"{size} experts must have the {k=} of a token"
         )
     _check_bias(op, bias, logits)
-    logits = logits.astype(sum_dtype(logits.dtype))
-    if mask is not None:
-        logits = jnp.where(mask[:, None], logits, 0)
-    choice = moe_gate.biased(moe_gate.scores(score, logits), bias)
-    grouped = choice.reshape(tokens, num_groups, size)
-    best, _ = lax.top_k(grouped, min(2, size) if score == "sigmoid" else 1)
-    _, groups = lax.top_k(jnp.sum(best, -1), top_groups)
-    allowed = jnp.any(jax.nn.one_hot(groups, num_groups, dtype=bool), 1)
-    grouped = jnp.where(allowed[:, :, None], grouped, -jnp.inf)
-    _, indices = lax.top_k(grouped.reshape(tokens, experts), k)
-    weights = moe_gate.weights_of(score, logits, indices, normalize, scale)
-    return moe_gate.of_real_tokens(indices, weights, mask)
+    return moe_gate.choose(
+        logits, k, score, bias=bias, normalize=normalize, scale=scale, mask=mask,
+        groups=(int(num_groups), int(top_groups)),
+    )  # fmt: skip
 
 
 def _check(op: str, logits: Any, k: int, mask: Any) -> jax.Array | None:

@@ -1,5 +1,5 @@
-"""The experts that tokens choose by a router's logits, and their weights: what gates share, and a
-primitive of the ones without groups, whose gradient is a primitive too.
+"""The experts that tokens choose by a router's logits, and their weights: a primitive of all gates,
+whose gradient is a primitive too.
 
 With w the weights [T, k], of the chosen logits x, and d a tangent:
 
@@ -35,14 +35,14 @@ from ..products import _product
 OP, GRADIENT = "moe_gate", "moe_gate_gradient"
 
 _SCORES = ("softmax", "sigmoid")  # in the order of GateScore
-#: That the kernels take: kMostGateExperts, kMostGateSlots.
-_MOST_EXPERTS, _MOST_SLOTS = 1024, 32
+#: That the kernels take: kMostGateExperts, kMostGateSlots, kMostGateGroups.
+_MOST_EXPERTS, _MOST_SLOTS, _MOST_GROUPS = 1024, 32, 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Params:
     """A gate, and the type and the columns of its logits. `biased`, `masked`: which operands it
-    has, beside logits."""
+    has, beside logits. `groups`: (how many, those that a token may use); None: no groups."""
 
     k: int
     score: str
@@ -52,6 +52,7 @@ class Params:
     dtype: np.dtype
     biased: bool = False
     masked: bool = False
+    groups: tuple[int, int] | None = None
 
     @property
     def needs_logits(self) -> bool:
@@ -68,15 +69,17 @@ def choose(
     normalize: bool,
     scale: Any,
     mask: jax.Array | None = None,
+    groups: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(indices i32 [T, k], weights [T, k]) of logits [T, E] of any floating type, with a bias [E]
-    for the choice alone. Ties go to the lower index."""
+    for the choice alone. Ties go to the lower index. `groups`: as `Params` has them."""
     is_constant = isinstance(scale, int | float | np.number) and scale != 0
     logits = jnp.asarray(logits)
     dtype = np.dtype(logits.dtype)
     params = Params(
         int(k), score, bool(normalize), float(scale) if is_constant else 1.0,
         experts=logits.shape[1], dtype=dtype, biased=bias is not None, masked=mask is not None,
+        groups=groups,
     )  # fmt: skip
     operands = [logits]
     if bias is not None:
@@ -95,11 +98,20 @@ def scores(score: str, logits: jax.Array) -> jax.Array:
     return jax.nn.sigmoid(logits) if score == "sigmoid" else jax.nn.softmax(logits, -1)
 
 
-def biased(scores: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """The scores by which experts are chosen: with the bias, and without a gradient."""
+def _choices(params: Params, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """By which experts are chosen: [T, E]."""
+    by_logits = params.score == "softmax" and params.groups is None
+    choices = logits if by_logits else scores(params.score, logits)
     if bias is not None:
-        scores = scores + in_rows(bias.astype(scores.dtype), scores)
-    return lax.stop_gradient(scores)
+        choices = choices + in_rows(bias.astype(choices.dtype), choices)
+    if params.groups is None:
+        return choices
+    count, top = params.groups
+    grouped = choices.reshape(-1, count, params.experts // count)
+    best, _ = lax.top_k(grouped, min(2, grouped.shape[2]) if params.score == "sigmoid" else 1)
+    _, groups = lax.top_k(jnp.sum(best, -1), top)
+    allowed = jnp.any(jax.nn.one_hot(groups, count, dtype=bool), 1)
+    return jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(choices.shape)
 
 
 def weights_of(
@@ -135,8 +147,7 @@ def _reference(arrays: Arrays, params: Params) -> Sequence[jax.Array]:
     wide = logits.astype(sum_dtype(params.dtype))
     if mask is not None:
         wide = jnp.where(mask[:, None], wide, 0)
-    by = jax.nn.sigmoid(wide) if params.score == "sigmoid" else wide
-    _, indices = lax.top_k(biased(by, bias), params.k)
+    _, indices = lax.top_k(_choices(params, wide, bias), params.k)
     weights = weights_of(params.score, wide, indices, params.normalize, params.scale)
     return of_real_tokens(indices, weights, mask)
 
@@ -194,6 +205,8 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
             f"{params.k} of {params.experts} experts, the kernels take up to {_MOST_SLOTS} of "
             f"{_MOST_EXPERTS}"
         )
+    if params.groups is not None and params.groups[0] > _MOST_GROUPS:
+        return f"{params.groups[0]} groups, the kernel takes up to {_MOST_GROUPS}"
     return "an operand is empty" if any(0 in a.shape for a in arrays) else None
 
 
@@ -206,8 +219,13 @@ def _gradient_attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str
 
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
-    operands = {"biased": params.biased, "masked": params.masked}
-    return _gradient_attributes(arrays, params, plan) | operands
+    groups, top_groups = params.groups or (0, 0)
+    return _gradient_attributes(arrays, params, plan) | {
+        "biased": params.biased,
+        "masked": params.masked,
+        "groups": np.int64(groups),
+        "top_groups": np.int64(top_groups),
+    }
 
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
@@ -290,7 +308,8 @@ def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
     if dlogits is None:
         return [indices, weights], [local_ops.zero_of(indices), local_ops.zero_of(weights)]
     kept = [indices, weights, *primals[: params.needs_logits]]
-    params = dataclasses.replace(params, biased=False, masked=False)  # choices know of both
+    # Derivatives are at the choices, which know of the rest.
+    params = dataclasses.replace(params, biased=False, masked=False, groups=None)
     (dweights,) = derivatives.tangents_of(_DERIVATIVES, [weights], kept, [dlogits], params)
     return [indices, weights], [local_ops.zero_of(indices), dweights]
 

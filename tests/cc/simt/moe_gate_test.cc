@@ -27,6 +27,7 @@ struct Case {
   int64_t tokens, experts, slots;
   GateScore score = GateScore::kSoftmax;
   bool normalize = true, biased = false, masked = false;
+  int64_t groups = 0, top_groups = 0;
 };
 
 double Sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
@@ -45,7 +46,8 @@ struct Problem {
 
   Problem(const Case& of, std::mt19937& random)
       : c(of),
-        p{of.tokens, of.experts, of.slots, of.score, of.normalize, kScale, simt::kDTypeOf<T>},
+        p{of.tokens, of.experts,        of.slots,  of.score,     of.normalize,
+          kScale,    simt::kDTypeOf<T>, of.groups, of.top_groups},
         logits(RandomArray<T>(random, of.tokens * of.experts, 2)),
         bias(RandomArray<float>(random, of.experts)),
         dweights(RandomArray<float>(random, of.tokens * of.slots)),
@@ -71,22 +73,59 @@ struct Problem {
   }
   bool IsSigmoid() const { return c.score == GateScore::kSigmoid; }
 
-  // By what a token's experts are chosen, in an order of integers: that of XLA's top-k.
-  int32_t Choice(int64_t t, int64_t e) const {
-    float choice = Logit(t, e);
-    if (IsSigmoid()) choice = 1.0f / (1.0f + std::exp(-choice));
-    if (c.biased) choice += bias.data[e];
-    const auto bits = BitsAs<int32_t>(choice);
+  // The order of numbers in XLA's top-k, as that of integers.
+  static int32_t Order(float x) {
+    const auto bits = BitsAs<int32_t>(x);
     return bits < 0 ? bits ^ INT32_MAX : bits;
   }
+  // By what a token's experts are chosen.
+  std::vector<float> Choices(int64_t t) const {
+    std::vector<float> choices(c.experts);
+    float most = -kInf, total = 0;
+    for (int64_t e = 0; e < c.experts; ++e) most = std::max(most, Logit(t, e));
+    // In the order of the kernel, so that equal scores are equal here: lanes, then their sums.
+    float of_lane[32] = {}, sums[32];
+    for (int64_t e = 0; e < c.experts; ++e) of_lane[e % 32] += std::exp(Logit(t, e) - most);
+    for (int step = 16; step > 0; step /= 2) {
+      for (int i = 0; i < 32; ++i) sums[i] = of_lane[i] + of_lane[i ^ step];
+      std::copy(sums, sums + 32, of_lane);
+    }
+    total = of_lane[0];
+    for (int64_t e = 0; e < c.experts; ++e) {
+      float choice = Logit(t, e);
+      if (IsSigmoid()) {
+        choice = 1.0f / (1.0f + std::exp(-choice));
+      } else if (c.groups > 0) {
+        choice = std::exp(choice - most) / total;
+      }
+      choices[e] = c.biased ? choice + bias.data[e] : choice;
+    }
+    if (c.groups > 0) LimitToGroups(&choices);
+    return choices;
+  }
+  void LimitToGroups(std::vector<float>* choices) const {
+    const int64_t size = c.experts / c.groups;
+    std::vector<float> scores;
+    for (int64_t g = 0; g < c.groups; ++g) {
+      std::vector<float> own(choices->begin() + g * size, choices->begin() + (g + 1) * size);
+      std::sort(own.begin(), own.end(), [](float a, float b) { return Order(a) > Order(b); });
+      scores.push_back(IsSigmoid() && size > 1 ? own[0] + own[1] : own[0]);
+    }
+    const auto best = Best(scores, c.top_groups);
+    for (int64_t e = 0; e < c.experts; ++e) {
+      if (std::count(best.begin(), best.end(), e / size) == 0) (*choices)[e] = -kInf;
+    }
+  }
+  static std::vector<int32_t> Best(const std::vector<float>& values, int64_t count) {
+    std::vector<int32_t> order(values.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int32_t a, int32_t b) { return Order(values[a]) > Order(values[b]); });
+    order.resize(count);
+    return order;
+  }
   std::vector<int32_t> Chosen(int64_t t) const {
-    if (mask[t] == 0) return std::vector<int32_t>(c.slots, -1);
-    std::vector<int32_t> experts(c.experts);
-    std::iota(experts.begin(), experts.end(), 0);
-    std::stable_sort(experts.begin(), experts.end(),
-                     [&](int32_t a, int32_t b) { return Choice(t, a) > Choice(t, b); });
-    experts.resize(c.slots);
-    return experts;
+    return mask[t] == 0 ? std::vector<int32_t>(c.slots, -1) : Best(Choices(t), c.slots);
   }
   // Each expert's score over the sum of those that share it: of the chosen ones, or of all.
   double Score(int64_t t, int32_t e, const std::vector<int32_t>& chosen) const {
@@ -170,6 +209,12 @@ TEST(ChoicesWeightsAndGradientsEqualTheirDefinition) {
       Check<__half>({9, 7, 7, score, normalize, true, false}, seed++);  // all experts
       Check<float>({5, 1, 1, score, normalize}, seed++);
     }
+  }
+  for (const auto score : {GateScore::kSoftmax, GateScore::kSigmoid}) {  // with groups
+    Check<float>({19, 256, 8, score, true, true, true, 8, 4}, seed++);
+    Check<__nv_bfloat16>({7, 60, 6, score, false, false, true, 20, 3}, seed++);
+    Check<float>({9, 31, 5, score, true, true, false, 31, 5}, seed++);  // each expert is a group
+    Check<__half>({6, 64, 3, score, false, true, false, 1, 1}, seed++);
   }
   Check<float>({3, 257, 32}, seed++);
   Check<__nv_bfloat16>({2, 1024, 17, GateScore::kSoftmax, false}, seed++);
