@@ -196,7 +196,7 @@ __device__ __forceinline__ void LimitToGroups(const Shape& s, int lane, uint32_t
   bool is_among = lane >= s.groups;
   for (int32_t n = 0; n < s.top_groups; ++n) {
     const uint32_t best = __reduce_max_sync(kAllLanes, score);
-    const int first = __ffs(__ballot_sync(kAllLanes, !is_among && score == best)) - 1;
+    const int first = __ffs(__ballot_sync(kAllLanes, score == best)) - 1;
     if (lane == first) {
       is_among = true;
       score = 0;
