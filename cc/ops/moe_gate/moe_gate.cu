@@ -7,8 +7,9 @@
 // The gate goes through the batch token by token. All lanes share a token's experts: lane l has
 // experts l, l + 32, ..., sorted, so that the best expert left is at the front of some lane. A
 // reduction over the warp finds it, another one the lowest index among equals. k rounds of about
-// 20 instructions take longer than the logits' bytes where tokens are many; fewer rounds would
-// need a second path for equal logits.
+// 20 instructions are, by their count, more than the time of the logits' bytes where tokens are
+// many. A threshold that leaves few candidates would take fewer, and a second path for equal
+// logits.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -26,7 +27,7 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr uint32_t kAllLanes = 0xffffffff;
-// CTAs of an SM that are worth more than a larger batch.
+// CTAs of an SM that are worth more than a larger batch: an estimate.
 constexpr int64_t kCtasOfSm = 2;
 
 // How a call's tokens lie on warps, and what both kernels know of it.

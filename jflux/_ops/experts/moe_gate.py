@@ -8,8 +8,8 @@ With w the weights [T, k], of the chosen logits x, and d a tangent:
     sigmoid              dw = w sigmoid(-x) d
     softmax              dw = w (d - <p, d>), where p [T, E] is the softmax of all logits
 
-GPUs have a kernel for each (cc/ops/moe_gate). XLA makes about ten of a gate and its gradient, whose
-arrays are so small that launches are most of their time, and scatters the gradient.
+GPUs have a kernel for each (cc/ops/moe_gate). XLA makes seven of a gate and its gradient, eleven if
+there are groups, of small arrays.
 """
 
 from __future__ import annotations
