@@ -20,6 +20,13 @@ namespace jflux {
 
 inline constexpr int32_t kMostGroups = 2047;  // that gpu/group_table.cuh has room for
 
+// The most blocks of `block` rows that groups of `rows` rows together have, where each group begins
+// a block. jflux/_ops/_quantize_groups.py has the same.
+JFLUX_HD constexpr int64_t MostGroupBlocks(int64_t rows, int64_t groups, int64_t block) {
+  // A group of s rows has at most (s + block - 1) / block blocks, and at most s.
+  return Min(rows, (rows + groups * (block - 1)) / block);
+}
+
 struct GroupTiles {
   int32_t tile_rows;  // of a cluster
   int32_t tiles_n;

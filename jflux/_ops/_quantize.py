@@ -322,7 +322,13 @@ def why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     return None
 
 
-def attributes(params: Params, source: int = 0, activation: int = 0) -> dict[str, Any]:
+def attributes(
+    params: Params,
+    source: int = 0,
+    activation: int = 0,
+    grouped: bool = False,
+    fill: bool = False,
+) -> dict[str, Any]:
     """Of the handler (cc/ops/quantize/quantize_ffi.cc)."""
     return {
         "block": np.array(params.block, np.int64),
@@ -331,6 +337,8 @@ def attributes(params: Params, source: int = 0, activation: int = 0) -> dict[str
         "power_of_two": params.power_of_two,
         "losses": params.return_losses,
         "again": params.again,
+        "grouped": grouped,
+        "fill": fill,
         "source": np.int64(source),
         "activation": np.int64(activation),
     }

@@ -56,6 +56,25 @@ TEST(RasterGroupsInOrder) {
   EXPECT_EQ(in_group.size(), size_t{3 * 5});
 }
 
+// No sizes have more blocks, and some have as many, if there are enough rows.
+TEST(MostBlocksOfGroups) {
+  constexpr int64_t kBlock = 4;
+  for (int64_t groups : {1, 2, 3}) {
+    for (int64_t rows = 0; rows < 14; ++rows) {
+      int64_t most = 0;
+      for (int64_t a = 0; a <= rows; ++a) {
+        for (int64_t b = 0; a + b <= (groups > 1 ? rows : a); ++b) {
+          const int64_t c = groups > 2 ? rows - a - b : 0;
+          most = Max(most, CeilDiv(a, kBlock) + CeilDiv(b, kBlock) + CeilDiv(c, kBlock));
+        }
+      }
+      EXPECT(most <= MostGroupBlocks(rows, groups, kBlock)) << rows;
+      if (rows >= groups * kBlock) EXPECT_EQ(most, MostGroupBlocks(rows, groups, kBlock));
+    }
+  }
+  EXPECT_EQ(MostGroupBlocks(8, 128, 128), 8);
+}
+
 TEST(AGroupWithoutRowsHasNoTiles) { EXPECT_EQ((GroupTiles{128, 4, 8}.Count(0)), 0); }
 
 }  // namespace

@@ -5,7 +5,9 @@
 //
 // Or x [rows, columns] is itself values of 8 bits with a scale, and quantised again along the other
 // dimension (QuantizeParams::again). Or what is quantised is computed from several arrays as they
-// are read, and rounded to their type (QuantizeSource).
+// are read, and rounded to their type (QuantizeSource). Or rows belong to groups, whose sizes are
+// on the device, and the transpose is for products that sum over the rows of each group
+// (QuantizeParams::groups).
 //
 // On CPUs it is plain lax. Python: jflux/_ops/_quantize.py, which defines scales and values, and
 // _quantize_computed.py.
@@ -17,6 +19,7 @@
 
 #include "core/activation.h"
 #include "core/format.h"
+#include "core/group_tiles.h"
 #include "core/signal.h"
 #include "runtime/cuda_device.h"
 
@@ -68,6 +71,12 @@ struct QuantizeParams {
   bool again = false;  // x has a scale; a block has 128 columns, and one or 128 rows
   QuantizeSource source = QuantizeSource::kGiven;
   Activation activation = Activation::kNone;
+  // If not 0, the rows of x are those of so many groups, one group after the other, in blocks of
+  // {1, 128}. In the transpose each group begins a block of 128: what fills up a group's last block
+  // are zeros, and scales are [blocks, columns], as products read them. Rows of no group are not
+  // read, nor written in the copy; blocks of no group are not written, or zeros with `fill`.
+  int64_t groups = 0;
+  bool fill = false;
 
   constexpr bool IsPair() const {
     return source == QuantizeSource::kGradients || source == QuantizeSource::kPair;
@@ -82,7 +91,13 @@ struct QuantizeParams {
   constexpr int64_t Scales() const {
     return stack * block.Scales(rows, columns) * (IsPair() ? 2 : 1);
   }
-  constexpr int64_t TransposedScales() const { return stack * block.Scales(columns, rows); }
+  // The columns of the transpose, and its scales.
+  constexpr int64_t TransposedColumns() const {
+    return groups == 0 ? rows : kQuantizeTile * MostGroupBlocks(rows, groups, kQuantizeTile);
+  }
+  constexpr int64_t TransposedScales() const {
+    return stack * block.Scales(columns, TransposedColumns());
+  }
   constexpr int64_t Maxima() const {
     return HasMaxima() ? (copy ? Scales() : 0) + (transpose ? TransposedScales() : 0) : 0;
   }
@@ -118,6 +133,7 @@ struct QuantizeArrays {
   ScaleOfX x_scale{};
   const void* factor = nullptr;  // as x, or null
   const void* dy = nullptr;
+  const int32_t* group_sizes = nullptr;  // [groups], or null
 };
 
 // Enqueues the call on `stream`, on the current device: false and *error if it cannot.

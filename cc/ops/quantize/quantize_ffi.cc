@@ -18,8 +18,8 @@ namespace {
 // Operands x [..., rows, columns][, scale], or what a QuantizeSource is computed from: x; gate, x;
 // dy, x; dy, gate, x; x, x. Results values and scale[, those of each transpose][, losses int32
 // [2]][, maxima uint32 [blocks], which nobody reads]. Without `copy` the first two are not there.
-// With `again` the operands are x [rows, columns] and its scale. dy of kGradients, and the values
-// in its place, are uint16.
+// With `again` the operands are x [rows, columns] and its scale. With `grouped` the last operand is
+// int32 [groups]. dy of kGradients, and the values in its place, are uint16.
 struct Attributes {
   Int64s block;
   bool copy = false;
@@ -27,12 +27,15 @@ struct Attributes {
   bool power_of_two = false;
   bool losses = false;  // are a result
   bool again = false;
+  bool grouped = false;    // rows belong to groups
+  bool fill = false;       // QuantizeParams::fill
   int64_t source = 0;      // number of a QuantizeSource
   int64_t activation = 0;  // number of an Activation
 
   void Read(AttributeReader& read) {
     read("block", &block)("copy", &copy)("transpose", &transpose)("power_of_two", &power_of_two);
     read("losses", &losses)("again", &again)("source", &source)("activation", &activation);
+    read("grouped", &grouped)("fill", &fill);
   }
 };
 
@@ -74,9 +77,11 @@ bool ReadSource(const Attributes& a, ffi::RemainingArgs operands, QuantizeParams
 std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
                            ffi::RemainingRets results) {
   const bool is_given = a.source == 0;
-  if (operands.size() < 1 || operands.size() > (is_given ? 2 : 3) || results.size() < 2 ||
-      a.block.size() != 2 || !IsBlockSize(a.block[0]) || !IsBlockSize(a.block[1]) ||
-      !IsQuantizeSource(a.source) || !IsActivation(a.activation) || !(a.copy || a.transpose)) {
+  const size_t sizes_at = a.grouped ? operands.size() - 1 : operands.size();
+  if (operands.size() < 1 || sizes_at < 1 || sizes_at > (is_given ? 2 : 3) ||
+      (a.grouped && !is_given) || results.size() < 2 || a.block.size() != 2 ||
+      !IsBlockSize(a.block[0]) || !IsBlockSize(a.block[1]) || !IsQuantizeSource(a.source) ||
+      !IsActivation(a.activation) || !(a.copy || a.transpose)) {
     return std::nullopt;
   }
   // Results of 8 bits are found at the transpose, if there is one: a copy may be in dy's place.
@@ -101,6 +106,15 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
   p.dtype = *dtype;
   p.values_dtype = *values_dtype;
   p.again = a.again;
+  p.fill = a.fill;
+  if (a.grouped) {
+    const auto sizes = *operands.get<ffi::AnyBuffer>(sizes_at);
+    p.groups = sizes.dimensions().size() == 1 ? sizes.dimensions()[0] : 0;
+    if (p.groups == 0 || p.stack != 1 || !a.transpose || !Is(sizes, ffi::S32, {p.groups})) {
+      return std::nullopt;
+    }
+    call.arrays.group_sizes = static_cast<const int32_t*>(sizes.untyped_data());
+  }
 
   size_t next = 0;
   const auto result = [&](ffi::DataType type, int64_t elements) -> void* {
@@ -113,13 +127,15 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
   QuantizeArrays& arrays = call.arrays;
   if (!is_given && !ReadSource(a, operands, &p, &arrays)) return std::nullopt;
   const auto elements = static_cast<int64_t>(x.element_count());
+  const int64_t of_transpose = p.stack * p.columns * p.TransposedColumns();
   for (const int i : {0, 1, 2}) {
     if (i == 0 ? !p.copy : !p.transpose || (i == 2 && !in_place)) continue;
     Quantized& one = arrays.results[i];
     const bool is_dy = i == 0 && in_place;
-    one.values =
-        static_cast<uint8_t*>(result(is_dy ? ffi::U16 : values->element_type(),
-                                     i == 0 && p.IsPair() && !is_dy ? 2 * elements : elements));
+    one.values = static_cast<uint8_t*>(
+        result(is_dy ? ffi::U16 : values->element_type(), i != 0                 ? of_transpose
+                                                          : p.IsPair() && !is_dy ? 2 * elements
+                                                                                 : elements));
     one.scale = static_cast<float*>(result(ffi::F32, i == 0 ? p.Scales() : p.TransposedScales()));
     if (one.values == nullptr || one.scale == nullptr) return std::nullopt;
     if (is_dy && one.values != arrays.dy) return std::nullopt;
@@ -138,7 +154,7 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
   if (!is_given) return call;
   arrays.x = x.untyped_data();
   if (p.again) {
-    if (operands.size() != 2) return std::nullopt;
+    if (sizes_at != 2) return std::nullopt;
     const auto scale = *operands.get<ffi::AnyBuffer>(1);
     const auto counts = scale.dimensions();
     const int64_t across = CeilDiv<int64_t>(p.columns, kQuantizeTile);
@@ -148,7 +164,7 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
     }
     arrays.x_scale = {static_cast<const float*>(scale.untyped_data()),
                       counts[0] == 1 ? 0 : static_cast<int32_t>(counts[1]), counts[1] == 1 ? 0 : 1};
-  } else if (operands.size() > 1) {
+  } else if (sizes_at > 1) {
     const auto scale = *operands.get<ffi::AnyBuffer>(1);
     if (scale.element_type() != ffi::F32 ||
         static_cast<int64_t>(scale.element_count()) != p.Scales()) {

@@ -9,7 +9,8 @@
 //           transpose, which takes a turn through shared memory. What is quantised again is read as
 //           float32. What is computed is rounded to x's type first. Gradients of two arrays are two
 //           tiles: the CTA has read its tile of dy before it writes the copies there, which are as
-//           many bytes of the same rows, and no other CTA reads or writes these.
+//           many bytes of the same rows, and no other CTA reads or writes these. With groups a
+//           tile has rows of one group; each warp finds out which.
 //
 // A block of many tiles takes two launches of the second kernel. Between them lie the blocks'
 // maxima:
@@ -25,6 +26,7 @@
 #include <cuda_fp8.h>
 
 #include "gpu/activation.cuh"
+#include "gpu/group_blocks.cuh"
 #include "gpu/ptx.cuh"
 #include "gpu/quantize.cuh"
 #include "gpu/types.cuh"
@@ -49,10 +51,10 @@ enum class Pass : int32_t { kWhole, kMaxima, kRound, kGiven, kRepair };
 
 // x, or its transpose: what the place of a scale depends on.
 struct Side {
-  int64_t scales;         // of a matrix
-  int32_t rows;           // of a matrix
-  int32_t scales_across;  // in a row of scales
-  int32_t tiles = 1;      // copies that are in turns
+  int64_t scales;  // of a matrix
+  int64_t down;    // from a scale to that of the next row, or block of rows
+  int64_t across;  // and to that of the next tile in a row
+  int32_t tiles;   // copies that are in turns
 };
 
 struct QuantizeArgs {
@@ -60,7 +62,8 @@ struct QuantizeArgs {
   QuantizeArrays arrays;
   int32_t team = 1;  // of rows
   // Of tiles:
-  int64_t copy_columns;  // of the array of copies
+  int64_t copy_columns;        // of the array of copies
+  int64_t transposed_columns;  // and of that of transposes
   Pass pass = Pass::kWhole;
   int32_t tiles_down, tiles_across;  // of a matrix
   Side sides[2];
@@ -319,6 +322,7 @@ __device__ __forceinline__ int Turned(int column, int quad) { return quad ^ (col
 
 struct Tile {
   int32_t matrix, down, across;  // its number in each dimension
+  int32_t row;                   // its first one in x and in the copy
   int32_t rows, columns;         // that it has of the matrix, counted on past the tile
 
   // Rows of this thread's chunks, counted so.
@@ -326,14 +330,14 @@ struct Tile {
 
   // Its first element in x, in the copy, and in the transpose.
   __device__ __forceinline__ int64_t At(const QuantizeParams& p) const {
-    return (matrix * p.rows + down * kTile) * p.columns + across * kTile;
+    return (matrix * p.rows + row) * p.columns + across * kTile;
   }
   __device__ __forceinline__ int64_t CopyAt(const QuantizeArgs& args, int part) const {
-    return (matrix * args.params.rows + down * kTile) * args.copy_columns +
+    return (matrix * args.params.rows + row) * args.copy_columns +
            (across * args.sides[0].tiles + part) * kTile;
   }
-  __device__ __forceinline__ int64_t TransposedAt(const QuantizeParams& p) const {
-    return (matrix * p.columns + across * kTile) * p.rows + down * kTile;
+  __device__ __forceinline__ int64_t TransposedAt(const QuantizeArgs& args) const {
+    return (matrix * args.params.columns + across * kTile) * args.transposed_columns + down * kTile;
   }
 };
 
@@ -350,14 +354,14 @@ struct ScalePlace {
     const QuantizeBlock& block = args.params.block;
     const int down = transposed ? tile.across : tile.down;
     const int across = transposed ? tile.down : tile.across;
-    const int row = down * kTile + at;
-    is_there = row < side.rows;
+    is_there = at < (transposed ? tile.columns : tile.rows);
     is_of_tile = is_there && (block.rows == 1 || at == 0);
     is_of_block =
         is_of_tile && (block.rows != -1 || down == 0) && (block.columns != -1 || across == 0);
+    const int row = (transposed ? tile.across * kTile : tile.row) + at;
     const int64_t first = block.rows == 1 ? row : block.rows == -1 ? 0 : down;
-    index = tile.matrix * side.scales + first * side.scales_across +
-            (block.columns == -1 ? 0 : across * side.tiles + (transposed ? 0 : part));
+    index = tile.matrix * side.scales + first * side.down +
+            (block.columns == -1 ? 0 : across * side.across + (transposed ? 0 : part));
   }
 };
 
@@ -455,10 +459,11 @@ __device__ __forceinline__ void RoundTransposed(const QuantizeArgs& args, const 
   constexpr uint32_t kThreadsOfIt = kTile / kVectorBytes, kColumns = kThreads / kThreadsOfIt;
   const int row = static_cast<int>(threadIdx.x % kThreadsOfIt) * kVectorBytes;
   const int column = static_cast<int>(threadIdx.x / kThreadsOfIt);
-  const int columns = row < tile.rows ? tile.columns : 0;
-  const int64_t stride = args.params.rows;
+  const bool fills = args.params.groups != 0;  // rows that the group does not have are zeros
+  const int columns = fills || row < tile.rows ? tile.columns : 0;
+  const int64_t stride = args.transposed_columns;
   uint8_t* to =
-      args.arrays.results[1 + part].values + tile.TransposedAt(args.params) + column * stride + row;
+      args.arrays.results[1 + part].values + tile.TransposedAt(args) + column * stride + row;
 #pragma unroll
   for (int step = 0; step < kTile; step += kColumns) {
     const int at = Turned(column + step, row / kRowsOfQuad);
@@ -522,9 +527,19 @@ __device__ __forceinline__ Tile TileOf(const QuantizeArgs& args, uint32_t number
   tile.across = static_cast<int>(number - row_of_tiles * args.tiles_across);
   if (p.stack > 1) tile.matrix = row_of_tiles / static_cast<uint32_t>(args.tiles_down);
   tile.down = static_cast<int>(row_of_tiles - tile.matrix * args.tiles_down);
-  tile.rows = static_cast<int>(p.rows) - tile.down * kTile;
+  tile.row = tile.down * kTile;
+  tile.rows = static_cast<int>(p.rows) - tile.row;
   tile.columns = static_cast<int>(p.columns) - tile.across * kTile;
   return tile;
+}
+// With groups: moves to the rows of the tile's group. Whether the tile is needed.
+__device__ __forceinline__ bool MoveToGroup(const QuantizeArgs& args, Tile* tile) {
+  const QuantizeParams& p = args.params;
+  const GroupBlock block = FindGroupBlock<kTile>(
+      args.arrays.group_sizes, static_cast<int32_t>(p.groups), p.rows, tile->down);
+  tile->row = block.row;
+  tile->rows = block.rows;
+  return block.rows > 0 || p.fill;
 }
 
 template <typename T, DType kValues>
@@ -535,7 +550,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
   const QuantizeParams& p = args.params;
   const int thread = threadIdx.x;
   const bool after_maxima = args.pass == Pass::kRound || args.pass == Pass::kRepair;
-  const Tile tile = TileOf(args, after_maxima ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  Tile tile = TileOf(args, after_maxima ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  if (p.groups != 0 && !MoveToGroup(args, &tile)) return;
   uint32_t magnitude = 0;
   if (after_maxima) {
     // A thread makes the scale of a row of x, or of the transpose.
@@ -556,7 +572,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
                  x[i][j] = Chunk<K>{};
                  if (Row(i, j) >= rows) return;
                  if constexpr (sizeof(T) == 1) {
-                   const int64_t row = tile.down * kTile + Row(i, j);
+                   const int64_t row = tile.row + Row(i, j);
                    const float* scale = of_x.scale + row * of_x.down;
                    x[i][j] = LoadScaled(from, __ldg(scale + tile.across * of_x.across));
                  } else {
@@ -694,10 +710,13 @@ bool LaunchQuantize(const QuantizeParams& p, const QuantizeArrays& arrays, cudaS
       (is_given || is_pair || SizeOf(p.dtype) == 2) &&
       (is_given || (is_plain && p.block.columns == kTile && arrays.scale == nullptr)) &&
       (!p.IsPair() || p.columns % kTile == 0) && (p.copy || arrays.losses == nullptr) &&
-      (p.transpose ? !is_pair : p.copy);
+      (p.transpose ? !is_pair : p.copy) &&
+      (p.groups == 0 || (is_given && is_plain && p.transpose && arrays.scale == nullptr &&
+                         p.block.rows == 1 && p.block.columns == kTile));
   if (!takes || !Has(kQuantizeFormats.results, p.values_dtype) ||
-      p.columns % kQuantizeMultiple != 0 || (p.transpose && p.rows % kQuantizeMultiple != 0) ||
-      p.block.columns == 1 || p.rows > INT32_MAX || p.columns > INT32_MAX) {
+      p.columns % kQuantizeMultiple != 0 ||
+      (p.transpose && p.TransposedColumns() % kQuantizeMultiple != 0) || p.block.columns == 1 ||
+      p.rows > INT32_MAX || p.columns > INT32_MAX || p.groups > kMostGroups) {
     *error = "the kernels do not take such a call";
     return false;
   }
@@ -732,16 +751,19 @@ bool LaunchQuantize(const QuantizeParams& p, const QuantizeArrays& arrays, cudaS
     }
     return launch(kernels.rows, CeilDiv<int64_t>(args.params.rows, kThreads / args.team), 0);
   }
-  const auto side = [&](int64_t rows, int64_t columns) {
-    return Side{p.block.Scales(rows, columns), static_cast<int32_t>(rows),
-                static_cast<int32_t>(QuantizeBlock::Count(columns, p.block.columns))};
+  const auto side = [&](int64_t rows, int64_t columns, int32_t tiles) {
+    return Side{p.block.Scales(rows, columns),
+                QuantizeBlock::Count(columns, p.block.columns) * tiles, tiles, tiles};
   };
-  args.sides[0] = side(p.rows, p.columns);
-  args.sides[1] = side(p.columns, p.rows);
-  args.sides[0].tiles = p.IsPair() ? 2 : 1;
-  args.sides[0].scales_across *= args.sides[0].tiles;
+  args.sides[0] = side(p.rows, p.columns, p.IsPair() ? 2 : 1);
+  args.sides[1] = side(p.columns, p.TransposedColumns(), 1);
+  if (p.groups != 0) {
+    args.sides[1].down = 1;
+    args.sides[1].across = p.columns;
+  }
   args.copy_columns = p.columns * args.sides[0].tiles;
-  args.tiles_down = static_cast<int32_t>(CeilDiv<int64_t>(p.rows, kTile));
+  args.transposed_columns = p.TransposedColumns();
+  args.tiles_down = static_cast<int32_t>(CeilDiv<int64_t>(args.transposed_columns, kTile));
   args.tiles_across = static_cast<int32_t>(CeilDiv<int64_t>(p.columns, kTile));
   const int64_t tiles = p.stack * args.tiles_down * args.tiles_across;
   const auto pass = [&](Pass pass) {

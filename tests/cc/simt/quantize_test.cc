@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <random>
 #include <string>
 #include <vector>
@@ -263,6 +264,103 @@ TEST(QuantisedAgain) {
   CheckAgain({1, 128}, 272, 144, 272, 1, 2);
   CheckAgain({128, 128}, 160, 128, 1, 1, 3);
   CheckAgain({1, 128}, 16, 272, 1, 3, 4);
+}
+
+// ---- Rows of groups ----------------------------------------------------------------------------
+
+// T: e4m3 for what is quantised again. Rows past the last group are no numbers.
+template <typename T>
+void CheckGroups(const std::vector<int32_t>& sizes, int64_t rows, int64_t columns, bool copy,
+                 bool fill, uint32_t seed) {
+  constexpr DType kValues = DType::kF8E4M3FN;
+  constexpr bool kAgain = std::is_same_v<T, __nv_fp8_e4m3>;
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  Array<T> x(rows * columns);
+  Array<float> of_x(rows * CeilDiv<int64_t>(columns, 128));
+  for (float& v : of_x.data) v = kAgain ? std::exp2(static_cast<float>(random() % 40) - 20) : 1;
+  int64_t total = 0;
+  for (const int32_t size : sizes) total += size > 0 ? size : 0;
+  total = Min(total, rows);
+  for (int64_t i = 0; i < total * columns; ++i) x.data[i] = static_cast<T>(8 * normal(random));
+  if (seed % 3 == 0) x.data[total * columns / 3] = static_cast<T>(kNaN);
+
+  QuantizeParams p{1,    rows, columns,           {1, 128}, copy,
+                   true, true, simt::kDTypeOf<T>, kValues,  kAgain};
+  p.groups = static_cast<int64_t>(sizes.size());
+  p.fill = fill;
+  const int64_t across = p.TransposedColumns(), blocks = across / 128, tiles = of_x.size() / rows;
+  Array<uint8_t> values(copy ? rows * columns : 0), turned(columns * across);
+  Array<float> scale(copy ? rows * tiles : 0), turned_scale(p.TransposedScales());
+  QuantizeArrays arrays{
+      x.get(),
+      nullptr,
+      {{values.get(), scale.get(), nullptr}, {turned.get(), turned_scale.get(), nullptr}},
+      nullptr};
+  if (kAgain) arrays.x_scale = {of_x.get(), static_cast<int32_t>(tiles), 1};
+  arrays.group_sizes = sizes.data();
+  std::string error;
+  EXPECT(LaunchQuantize(p, arrays, nullptr, &error)) << error;
+  const std::string failure = simt::Run(seed);
+  EXPECT(failure.empty()) << failure;
+
+  // The row of each column of the transpose; -1: zeros, -2: of no group.
+  std::vector<int64_t> row_of(across, -2);
+  int64_t at = 0, row = 0;
+  for (const int32_t size : sizes) {
+    for (int64_t i = 0; i < RoundUp<int64_t>(Min<int64_t>(Max(size, 0), total - row), 128); ++i) {
+      row_of[at++] = i < Min<int64_t>(size, total - row) ? row + i : -1;
+    }
+    row += Min<int64_t>(Max(size, 0), total - row);
+  }
+  const auto meant = [&](int64_t r, int64_t k) {
+    return static_cast<float>(x.data[r * columns + k]) * of_x.data[r * tiles + k / 128];
+  };
+  const Case c{1, columns, across, {1, 128}, true, false, false, true};
+  const Exact<kValues> want(
+      c, columns, across,
+      [&](int64_t k, int64_t r) { return row_of[r] < 0 ? 0.0f : meant(row_of[r], k); }, nullptr);
+  const auto is_poison = [](float v) {
+    uint32_t bits;
+    std::memcpy(&bits, &v, sizeof(bits));
+    return bits == 0xffffffff;
+  };
+  int64_t wrong = 0;
+  for (int64_t i = 0; i < columns * across; ++i) {
+    const bool is_written = fill || row_of[i % across] != -2;
+    wrong += is_written ? !Same<kValues>(turned.data[i], want.values[i]) : turned.data[i] != 0xff;
+  }
+  for (int64_t i = 0; i < columns * blocks; ++i) {
+    const float got = turned_scale.data[i % blocks * columns + i / blocks], s = want.scale[i];
+    const bool is_written = fill || row_of[i % blocks * 128] != -2;
+    wrong += !is_written ? !is_poison(got) : std::isnan(s) ? !std::isnan(got) : got != s;
+  }
+  if (copy) {
+    const Exact<kValues> rows_of_groups(c, total, columns, meant, nullptr);
+    for (int64_t i = 0; i < rows * columns; ++i) {
+      wrong += i < total * columns ? !Same<kValues>(values.data[i], rows_of_groups.values[i])
+                                   : values.data[i] != 0xff;
+    }
+    for (int64_t i = 0; i < rows * tiles; ++i) {
+      const float got = scale.data[i], s = i < total * tiles ? rows_of_groups.scale[i] : 0;
+      wrong += i >= total * tiles ? !is_poison(got) : std::isnan(s) ? !std::isnan(got) : got != s;
+    }
+  }
+  EXPECT_EQ(wrong, 0) << "seed " << seed;
+}
+
+TEST(GroupsBeginBlocks) {
+  const std::vector<int32_t> few = {130, 0, 1, 128, 20};
+  CheckGroups<__nv_bfloat16>(few, 300, 272, /*copy=*/true, /*fill=*/false, 1);
+  CheckGroups<__nv_bfloat16>(few, 279, 144, /*copy=*/false, /*fill=*/true, 2);
+  CheckGroups<float>(few, 300, 144, /*copy=*/true, /*fill=*/false, 3);
+  CheckGroups<__nv_fp8_e4m3>(few, 300, 272, /*copy=*/false, /*fill=*/false, 4);
+  CheckGroups<__nv_fp8_e4m3>({0, 5, 0}, 5, 16, /*copy=*/false, /*fill=*/true, 6);
+  // More groups than lanes, and sizes that make no sense.
+  std::vector<int32_t> many(70);
+  for (size_t i = 0; i < many.size(); ++i) many[i] = static_cast<int32_t>(i * i % 11);
+  CheckGroups<__half>(many, 400, 16, /*copy=*/true, /*fill=*/false, 7);
+  CheckGroups<__half>({100, -7, 150, INT32_MAX, INT32_MAX}, 400, 16, false, false, 8);
 }
 
 // ---- What is computed --------------------------------------------------------------------------
