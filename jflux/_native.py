@@ -32,7 +32,12 @@ GROUPED_TILES: tuple[tuple[tuple[int, int], ...], ...] = tuple(
         (int(columns), int(cluster_m))
         for columns, cluster_m in (tile.split("/") for tile in _constants[name])
     )
-    for name in ("grouped_tiles", "grouped_tiles_of_sums", "grouped_tiles_of_blocks")
+    for name in (
+        "grouped_tiles",
+        "grouped_tiles_of_sums",
+        "grouped_tiles_of_blocks",
+        "grouped_tiles_of_vectors",
+    )
 )
 #: Experts times segments of tokens that a kernel of a grouped product over ranks has a table for
 #: (cc/ops/grouped_matmul/segments.h).

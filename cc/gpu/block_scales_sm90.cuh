@@ -43,7 +43,8 @@ namespace jflux {
 template <typename Config>
 inline constexpr int kScaleArrivals = Config::kBlockScales ? 32 : 0;
 
-// What a lane copies of a tile's scales for each k-block. kArrives: x's scales may come from peers.
+// What a lane copies of a tile's scales for each k-block. kArrives: x's scales may come from peers,
+// or lie as these do (SetPanel).
 template <typename Config, bool kArrives = false>
 struct ScaleSource {
   static constexpr int kRows = Config::kTileM / 32;
@@ -68,11 +69,12 @@ struct ScaleSource {
       row[i] = scale + rows.Actual(at) * k_blocks;
     }
   }
-  // Of a workspace: `scale` [k_blocks, rows], of which a tile has all, a multiple of four.
-  __device__ __forceinline__ void SetPanel(const float* scale, int32_t rows) {
+  // `scale` [k_blocks, of_all], of which a tile has the first `rows`; both are multiples of four.
+  // With kArrives.
+  __device__ __forceinline__ void SetPanel(const float* scale, int32_t rows, int32_t of_all) {
     const auto at = static_cast<int32_t>(threadIdx.x % 32 * kVector);
     row[0] = at < rows ? scale + at : nullptr;
-    panel = rows;
+    panel = of_all;
   }
   // Of a tile's columns from n0 on, of a w whose scale is [blocks of n, k_blocks]; with two
   // weights, half of its columns are the second's, from n0 on.

@@ -44,7 +44,10 @@ __device__ __forceinline__ int64_t ForEachGroup(const int32_t* sizes, int32_t gr
 
 // With kSorted, the groups with the most rows have the first tiles, if there are at most
 // kMostSorted groups: where a tile's cost grows with its group's rows, that shares the work out.
-template <typename Config, bool kSorted = false>
+//
+// With kBlock > 1 each group begins a block of so many rows: rows are numbered so, and what fills
+// up its last block counts as rows of the group (gpu/group_blocks.cuh finds the same).
+template <typename Config, bool kSorted = false, int kBlock = 1>
 class GroupTable {
  public:
   // Two words each, and one more. Sorted groups have a third.
@@ -61,8 +64,15 @@ class GroupTable {
         groups_(groups) {
     if (!leads) return;
     const int lane = threadIdx.x % 32;
+    int32_t filled = 0;  // rows of earlier groups, in whole blocks
     ForEachGroup(sizes, groups, rows, [&](int32_t first, bool is_group, GroupRows r) {
-      if (is_group) Store(rows_, first + lane + 1, static_cast<int32_t>(r.end));
+      auto end = static_cast<int32_t>(r.end);
+      if constexpr (kBlock > 1) {
+        const auto count = static_cast<int32_t>(r.end - r.begin);
+        end = filled + WarpInclusiveSum(is_group ? RoundUp(count, kBlock) : 0);
+        filled = __shfl_sync(0xffffffff, end, 31);
+      }
+      if (is_group) Store(rows_, first + lane + 1, end);
     });
     if (lane == 0) {
       Store(rows_, 0, 0);

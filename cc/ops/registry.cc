@@ -33,7 +33,7 @@
   FOLDER(FlashAttention, kHopper, OP(FlashAttention) OP(FlashAttentionBackward))                \
   FOLDER(FlashDecode, kPortable, OP(FlashDecode))                                               \
   FOLDER(GroupedMatmul, kHopper, OP(GroupedMatmul) OP(GroupedMatmulDw))                         \
-  FOLDER(GroupedMatmulScaled, kHopper, OP(GroupedMatmulScaled))                                 \
+  FOLDER(GroupedMatmulScaled, kHopper, OP(GroupedMatmulScaled) OP(GroupedMatmulDwScaled))       \
   FOLDER(ActivationGradient, kPortable, OP(ActivationGradient))                                 \
   FOLDER(MoeGate, kPortable, OP(MoeGate) OP(MoeGateGradient))                                   \
   FOLDER(MoeRoute, kPortable, OP(MoeRoute))                                                     \

@@ -119,6 +119,7 @@ const JfluxField* jflux_constants(void) {
     list_tiles("grouped_tiles", jflux::Scales::kNone);
     list_tiles("grouped_tiles_of_sums", jflux::Scales::kOfSums);
     list_tiles("grouped_tiles_of_blocks", jflux::Scales::kOfBlocks);
+    list_tiles("grouped_tiles_of_vectors", jflux::Scales::kOfVectors);
     for (const jflux::Op* op : jflux::AllOps()) {
       for (const jflux::Constant* c = op->constants; c != nullptr && c->name != nullptr; ++c) {
         list->push_back({c->name, c->value});

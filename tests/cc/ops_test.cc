@@ -74,9 +74,13 @@ TEST(EveryHandlerIsATarget) {
 
 TEST(ConstantsOfOneListAreInOrder) {
   std::map<std::string, int64_t> numbers;
-  std::map<std::string, int64_t> next = {
-      {"activations", 1},   {"all_reduce_algorithms", 0}, {"norms", 1},
-      {"grouped_tiles", 0}, {"grouped_tiles_of_sums", 0}, {"grouped_tiles_of_blocks", 0}};
+  std::map<std::string, int64_t> next = {{"activations", 1},
+                                         {"all_reduce_algorithms", 0},
+                                         {"norms", 1},
+                                         {"grouped_tiles", 0},
+                                         {"grouped_tiles_of_sums", 0},
+                                         {"grouped_tiles_of_blocks", 0},
+                                         {"grouped_tiles_of_vectors", 0}};
   for (const JfluxField* c = jflux_constants(); c->name != nullptr; ++c) {
     EXPECT(numbers.emplace(c->name, c->value).second) << c->name;
     const char* dot = std::strchr(c->name, '.');

@@ -131,8 +131,8 @@ struct AllGatherMatmulSm90 {
       const int64_t before = args.view.rank * args.rows.PerRank();
       scales.SetRows(args.x_scale, Rows{1, 1, args.rows.PerRank()}, s.first - before, k_blocks);
     } else {
-      scales.SetPanel(KPanelScales(args, call.epoch, args.view.rank, row_block, 0),
-                      args.layout.ScaleRows());
+      const int32_t rows = args.layout.ScaleRows();
+      scales.SetPanel(KPanelScales(args, call.epoch, args.view.rank, row_block, 0), rows, rows);
     }
     if constexpr (Config::kScales == Scales::kOfVectors) {
       scales.SetVectors(args.w_scale[columns.weight], columns.n0, n);

@@ -93,6 +93,7 @@ struct GroupedMatmulDwParams {
   DType dtype;      // of x and dy
   DType out_dtype;  // of dw
   TileChoice tile;
+  Scales scales = Scales::kNone;  // kOfVectors: of grouped_matmul_dw_scaled
 };
 
 struct GroupedMatmulDwArrays {
@@ -100,6 +101,10 @@ struct GroupedMatmulDwArrays {
   const void* dy;              // [m, n]
   const int32_t* group_sizes;  // [groups]
   void* dw;                    // [groups, k, n]
+  // Of grouped_matmul_dw_scaled, whose operands are x^T [k, columns] and dy^T [n, columns] as
+  // quantize makes them of rows of groups: each group begins a block of kScaleBlock columns.
+  const float* x_scale = nullptr;   // [blocks, k]
+  const float* dy_scale = nullptr;  // [blocks, n]
 };
 
 // What is wrong with the sizes of `groups` groups of m rows; empty if nothing is.
@@ -118,6 +123,8 @@ inline constexpr GemmChoice kGroupedCompiled[] = {
 inline constexpr GemmChoice kGroupedOfSums[] = {{256, 2, 8}, {256, 1, 16}, {128, 1, 16}};
 inline constexpr GemmChoice kGroupedOfBlocks[] = {
     {256, 2, 8}, {192, 2, 8}, {128, 2, 8}, {128, 1, 16}};
+// Of the weight gradient alone.
+inline constexpr GemmChoice kGroupedOfVectors[] = {{192, 2, 8}, {128, 2, 8}, {128, 1, 16}};
 // With either scales, of which results are quantised.
 inline constexpr GemmChoice kGroupedQuantizing[] = {{kQuantizingTile, 2, 8},
                                                     {kQuantizingTile, 1, 16}};
@@ -132,9 +139,10 @@ inline constexpr GroupedChoices GroupedChoicesOf(Scales scales, bool quantizes =
     return GroupedChoices{std::begin(list), std::end(list)};
   };
   if (quantizes) return all(kGroupedQuantizing);
-  return scales == Scales::kNone     ? all(kGroupedCompiled)
-         : scales == Scales::kOfSums ? all(kGroupedOfSums)
-                                     : all(kGroupedOfBlocks);
+  return scales == Scales::kNone        ? all(kGroupedCompiled)
+         : scales == Scales::kOfSums    ? all(kGroupedOfSums)
+         : scales == Scales::kOfVectors ? all(kGroupedOfVectors)
+                                        : all(kGroupedOfBlocks);
 }
 
 // Whether kernel `c` takes such a call.
@@ -188,11 +196,12 @@ inline GemmChoice ChooseGrouped(const GroupedMatmulParams& p, const Machine& mac
 }
 
 inline GemmChoice ChooseGroupedDw(const GroupedMatmulDwParams& p, const Machine& machine) {
-  return CheapestGrouped(/*gated=*/false, p.tile, [&](const GemmChoice& c) {
+  const auto cost = [&](const GemmChoice& c) {
     const int64_t rows = RoundUp<int64_t>(p.k, kGemmTileM * c.cluster_m);
     return EstimateGroupedCost(c, p.m, p.groups, p.groups * rows, p.n,
                                CeilDiv(p.m, p.groups) * SizeOf(p.dtype), machine);
-  });
+  };
+  return CheapestGrouped(/*gated=*/false, p.tile, cost, p.scales);
 }
 
 // Rows of a box of A: with few rows of each group, boxes that hold none of them are not loaded.

@@ -36,12 +36,7 @@ bool LaunchGroupedMatmulDw(const GroupedMatmulDwParams& p, const GroupedMatmulDw
   const GemmChoice choice = ChooseGroupedDw(p, Machine{device.sm_count});
   GroupedMatmulDwArgs args{};
   args.groups = GroupedRowsOf(kGroupedMatmulDwId, arrays.group_sizes, p.groups, p.m, device);
-  args.tiles_k = static_cast<int32_t>(CeilDiv<int64_t>(p.k, kGemmTileM * choice.cluster_m));
-  args.tiles_n = static_cast<int32_t>(CeilDiv<int64_t>(p.n, choice.tile_n));
-  args.group_m = choice.group_m;
-  args.k = static_cast<int32_t>(p.k);
-  args.n = static_cast<int32_t>(p.n);
-  args.out_f32 = p.out_dtype == DType::kF32;
+  SetGroupedDwArgs(p, choice, &args);
   args.dw_data = arrays.dw;
   // Rows past M are zeros: ZeroTail overwrites them anyway.
   const int block = BlockElements(p.dtype);

@@ -3,7 +3,7 @@
 // has as many k-blocks as the group has 64 rows, begun. What the last one holds of other groups'
 // rows is zeroed in shared memory, in both operands (ZeroTail). A group without rows has no tiles:
 // the send warps write its zeros. Tiles of groups with more rows cost more; they come first, and
-// clusters take them back and forth (NextTile).
+// clusters take them back and forth (BackAndForth).
 //
 // A tile is passed on as {m: cluster tile row of k, n: group * tiles_n + tile column}.
 #ifndef JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_DW_SM90_CUH_
@@ -15,12 +15,10 @@
 
 namespace jflux {
 
-template <typename Config_>
+template <typename Config_, typename Args_ = GroupedMatmulDwArgs>
 struct GroupedMatmulDwSm90 {
   using Config = Config_;
-  using Args = GroupedMatmulDwArgs;
-  using T = typename Config::T;
-  static_assert(Config::kTransposeLhs && !Config::kTransposeRhs && !Config::kLendsStage);
+  using Args = Args_;
 
   static __device__ int32_t FirstColumnOf(const Args& args, Tile tile) {
     return tile.n % args.tiles_n * Config::kTileN;
@@ -29,9 +27,11 @@ struct GroupedMatmulDwSm90 {
     return row_block * Config::kTileM + m64 * 64;
   }
 
-  struct Schedule : BackAndForth {
-    GroupTable<Config, /*kSorted=*/true> table;
-    __device__ Schedule(const Args& args, const GemmSmem<Config>& smem, bool leads)
+  // kBlock: as in GroupTable.
+  template <int kBlock>
+  struct ScheduleOf : BackAndForth {
+    GroupTable<Config, /*kSorted=*/true, kBlock> table;
+    __device__ ScheduleOf(const Args& args, const GemmSmem<Config>& smem, bool leads)
         : table(smem, args.groups.group_sizes, args.groups.groups, args.groups.rows, leads,
                 [&](int32_t rows) { return rows > 0 ? args.tiles_k * args.tiles_n : 0; }) {}
     __device__ bool Find(int32_t t) { return table.Find(t); }
@@ -41,11 +41,14 @@ struct GroupedMatmulDwSm90 {
       return Tile{tile.m, table.group() * args.tiles_n + tile.n};
     }
   };
-  struct Operands : RaggedBoxesOfA {
-    struct alignas(16) Coords {
-      int32_t n0, k0;      // columns of dy and of x
-      int32_t begin, end;  // rows
-    };
+  struct alignas(16) Coords {
+    int32_t n0, k0;      // columns of dy and of x
+    int32_t begin, end;  // rows
+  };
+  template <typename LoadsOfA>
+  struct OperandsOf : LoadsOfA {
+    using Coords = typename GroupedMatmulDwSm90::Coords;
+    template <typename Schedule>
     static __device__ Coords CoordsOf(const Args& args, const Schedule& schedule, int32_t row_block,
                                       Tile tile) {
       return Coords{FirstColumnOf(args, tile), FirstRowOf(row_block, 0), schedule.table.FirstRow(),
@@ -54,11 +57,17 @@ struct GroupedMatmulDwSm90 {
     static __device__ KRange KOf(const Args&, Tile, const Coords& coords, int) {
       return KRange{coords.begin, coords.end};
     }
-
     static __device__ Rhs RhsOf(const Args& args, const Coords& coords, int) {
       return Rhs{&args.dy, coords.n0};
     }
-
+    static __device__ void PrefetchMaps(const Args& args) {
+      ptx::PrefetchTensorMap(&args.x);
+      ptx::PrefetchTensorMap(&args.dy);
+    }
+  };
+  using Schedule = ScheduleOf<1>;
+  struct Operands : OperandsOf<RaggedBoxesOfA> {
+    static_assert(Config::kTransposeLhs && !Config::kTransposeRhs && !Config::kLendsStage);
     struct Source {
       const CUtensorMap* map;
       int32_t column;
@@ -75,10 +84,6 @@ struct GroupedMatmulDwSm90 {
       return Source{&args.x, coords.k0};
     }
     static __device__ int32_t ABytes(const Args&, const Coords&) { return Config::kABytes; }
-    static __device__ void PrefetchMaps(const Args& args) {
-      ptx::PrefetchTensorMap(&args.x);
-      ptx::PrefetchTensorMap(&args.dy);
-    }
   };
 
   struct Epilogue : EveryM64 {
@@ -97,7 +102,7 @@ struct GroupedMatmulDwSm90 {
               [&](int r) { return row0 + r < args.k ? (first + row0 + r) * n : -1; });
           continue;
         }
-        StageM64<T, Config::kTileN>(acc[i], staging.Acquire());
+        StageM64<typename Config::Result, Config::kTileN>(acc[i], staging.Acquire());
         staging.Publish();
       }
     }

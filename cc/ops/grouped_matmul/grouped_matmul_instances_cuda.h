@@ -28,9 +28,10 @@ bool ForGroupedConfigs(F&& visit) {
   } else {
     constexpr GemmChoice kThis = kChoices.first[kFirst];
     constexpr Scales kOfConfig = kScales == Scales::kNone ? Scales::kOfSums : kScales;
-    using Config =
-        GemmConfig<T, kThis.tile_n, kThis.cluster_m, kTransposeRhs,
-                   /*kMayLendStage=*/false, /*kClusterK=*/1, kTransposeLhs, kOfConfig, kQuantizes>;
+    // Only a weight gradient has scales of vectors. A forward tile may have no rows for a consumer.
+    constexpr bool kMayLendStage = kScales == Scales::kOfVectors;
+    using Config = GemmConfig<T, kThis.tile_n, kThis.cluster_m, kTransposeRhs, kMayLendStage,
+                              /*kClusterK=*/1, kTransposeLhs, kOfConfig, kQuantizes>;
     return visit.template operator()<Config>() ||
            ForGroupedConfigs<T, kTransposeRhs, kTransposeLhs, kScales, kQuantizes, kFirst + 1>(
                visit);
@@ -112,6 +113,17 @@ bool SetGroupedArgs(const GroupedMatmulParams& params, const GemmChoice& choice,
 // Sets the map of x, if its rows are loaded by TMA.
 bool SetGroupedRows(const GroupedMatmulParams& params, const void* const (&x)[2],
                     GroupedMatmulArgs* args, std::string* error);
+
+// Sets what a weight gradient's kernels need to know of the sizes.
+inline void SetGroupedDwArgs(const GroupedMatmulDwParams& p, const GemmChoice& choice,
+                             GroupedMatmulDwArgs* args) {
+  args->tiles_k = static_cast<int32_t>(CeilDiv<int64_t>(p.k, kGemmTileM * choice.cluster_m));
+  args->tiles_n = static_cast<int32_t>(CeilDiv<int64_t>(p.n, choice.tile_n));
+  args->group_m = choice.group_m;
+  args->k = static_cast<int32_t>(p.k);
+  args->n = static_cast<int32_t>(p.n);
+  args->out_f32 = p.out_dtype == DType::kF32;
+}
 
 // Each group may begin a tile.
 inline int64_t MostTilesOf(const GroupedMatmulParams& p, const GroupTiles& tiles) {

@@ -74,6 +74,14 @@ struct GroupedMatmulDwArgs {
 };
 static_assert(sizeof(GroupedMatmulDwArgs) <= 4096);
 
+// The same, of operands with scales: x and dy are transposes in which each group begins a block
+// (GroupedMatmulDwArrays).
+struct GroupedMatmulDwScaledArgs : GroupedMatmulDwArgs {
+  const float *x_scale, *dy_scale;
+  int32_t a_bytes;
+};
+static_assert(sizeof(GroupedMatmulDwScaledArgs) <= 4096);
+
 // Writes zeros to bytes [begin, end) of `data`, multiples of 16: this warp's share among the grid's
 // warps that call it, one of each CTA.
 __device__ __forceinline__ void ZeroFill(void* data, int64_t begin, int64_t end) {

@@ -1,13 +1,16 @@
 // The kernels of grouped_matmul_scaled in the simulator, against sums in double: scales of sums and
 // of blocks, of the group of a row; m64 blocks that a consumer leaves out; a gate. And results that
-// are quantised, against those that are not.
+// are quantised, against those that are not. And the weight gradient, whose k are the rows of
+// groups.
 #include "ops/grouped_matmul_scaled/grouped_matmul_scaled.h"
 
+#include <algorithm>
 #include <random>
 #include <string>
 #include <type_traits>
 #include <vector>
 
+#include "core/group_tiles.h"
 #include "simt/machine.h"
 #include "simt/quantized.h"
 #include "simt/values.h"
@@ -150,6 +153,77 @@ TEST(Quantizes) {
   uint32_t seed = 1;
   for (const Case& c : cases)
     Run<__nv_fp8_e4m3, float>(c, seed, seed % 2 == 0 ? kAny : kPowers), ++seed;
+}
+
+// Of the columns of a group's blocks, all count; those of no group are no numbers.
+template <typename Out>
+void WeightGradient(int64_t m, int64_t k, int64_t n, const std::vector<int32_t>& sizes,
+                    TileChoice tile, uint32_t seed) {
+  std::mt19937 random(seed);
+  const auto groups = static_cast<int64_t>(sizes.size());
+  const int64_t blocks = MostGroupBlocks(m, groups, kScaleBlock), columns = blocks * kScaleBlock;
+  Array<__nv_fp8_e4m3> x(k * columns), dy(n * columns);
+  Array<float> x_scale(k * blocks), dy_scale(n * blocks);
+  std::vector<int64_t> first = {0};  // blocks of groups
+  int64_t row = 0;
+  for (const int32_t size : sizes) {
+    const int64_t count = Max<int64_t>(0, Min<int64_t>(size, m - row));
+    first.push_back(first.back() + CeilDiv<int64_t>(count, kScaleBlock));
+    row += count;
+  }
+  const int64_t used = first.back();
+  const auto draw = [&](int64_t rows, Array<__nv_fp8_e4m3>* a, Array<float>* scale) {
+    const auto of_a = RandomArray<__nv_fp8_e4m3>(random, rows * used * kScaleBlock);
+    const auto of_scale = RandomArray<float>(random, rows * used);
+    for (int64_t r = 0; r < rows; ++r) {
+      const auto from = of_a.data.begin() + r * used * kScaleBlock;
+      std::copy(from, from + used * kScaleBlock, a->data.begin() + r * columns);
+    }
+    std::copy(of_scale.data.begin(), of_scale.data.end(), scale->data.begin());
+  };
+  draw(k, &x, &x_scale);
+  draw(n, &dy, &dy_scale);
+  Array<Out> dw(groups * k * n);
+  GroupedMatmulDwParams p{m, k, n, groups, DType::kF8E4M3FN, simt::kDTypeOf<Out>, tile};
+  p.scales = Scales::kOfVectors;
+  EXPECT_EQ(WhyNoGroupedMatmulDwScaledKernel(p), std::string());
+  const GroupedMatmulDwArrays arrays{x.get(),  dy.get(),      sizes.data(),
+                                     dw.get(), x_scale.get(), dy_scale.get()};
+  std::string error;
+  EXPECT(LaunchGroupedMatmulDwScaled(p, arrays, nullptr, &error)) << error;
+  EXPECT_EQ(simt::Run(seed), std::string());
+  const int64_t wrong = simt::CountWrong(dw, [&](int64_t i) {
+    const int64_t group = i / (k * n), of_x = i / n % k, of_dy = i % n;
+    simt::Sum total;
+    for (int64_t block = first[group]; block < first[group + 1]; ++block) {
+      simt::Sum sum;
+      for (int64_t r = block * kScaleBlock; r < (block + 1) * kScaleBlock; ++r) {
+        sum.Add(x[of_x * columns + r] * dy[of_dy * columns + r]);
+      }
+      sum = sum * simt::Sum(x_scale[block * k + of_x] * dy_scale[block * n + of_dy]);
+      total.value += sum.value;
+      total.size += sum.size;
+    }
+    return total;
+  });
+  EXPECT_EQ(wrong, 0) << "of " << dw.size() << ", seed " << seed;
+}
+
+TEST(WeightGradient) {
+  simt::SetSmCount(3);
+  uint32_t seed = 1;
+  for (int schedule = 0; schedule < simt::Schedules(1); ++schedule) {
+    WeightGradient<__nv_bfloat16>(700, 272, 400, {140, 0, 300, 20}, {192, 2}, seed++);
+    WeightGradient<float>(700, 272, 400, {140, 0, 300, 20}, {192, 2}, seed++);
+    WeightGradient<float>(300, 144, 272, {7, 257, 30}, {128, 1}, seed++);
+    WeightGradient<__nv_bfloat16>(300, 144, 272, {7, 257, 30}, {128, 2}, seed++);
+    WeightGradient<__nv_bfloat16>(9, 48, 16, {0, 1, 0, 8}, {128, 1}, seed++);
+  }
+  // More groups than lanes; sizes of too many rows are cut off.
+  std::vector<int32_t> many(40);
+  for (size_t i = 0; i < many.size(); ++i) many[i] = static_cast<int32_t>(i % 5 * 40);
+  WeightGradient<float>(4000, 16, 32, many, {}, seed++);
+  WeightGradient<float>(200, 16, 32, {-3, 150, 100}, {}, seed++);
 }
 
 }  // namespace
