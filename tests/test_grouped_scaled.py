@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 import jflux
 from jflux import _native
 from jflux._call import gpu_code, tuning_tables
-from jflux._ops import _scaled
+from jflux._ops import _quantize_groups, _scaled
+from jflux._ops.products import _grouped_by_recipe
 
 E4M3, E5M2, INT8 = (np.dtype(t) for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8))
 SIZES = (37, 0, 1, 50)
@@ -271,7 +272,12 @@ def bf16(a):
     return np.asarray(a, np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
-def by_recipe(recipe, x, w, dy):
+def in_blocks(rows):
+    """The rows of a group, and zeros that fill up its last block."""
+    return np.pad(rows, ((0, -len(rows) % 128), (0, 0)))
+
+
+def by_recipe(recipe, x, w, dy, in_8_bits=False):
     """y, dx and dw of a w [groups, n, k], in float64."""
     kept = np.arange(ROWS)[:, None] < sum(SIZES)
     x, dy = (np.where(kept, a, 0) for a in (x, dy))
@@ -280,7 +286,13 @@ def by_recipe(recipe, x, w, dy):
     dw, end = np.zeros(w.shape), 0
     for group, size in enumerate(SIZES):
         mine = slice(end, end + size)
-        dw[group], end = bf16(dy[mine]).T @ qx[mine], end + size
+        of_x, of_dy = qx[mine], bf16(dy[mine])
+        if in_8_bits and size > 0:
+            of_x, of_dy = (
+                q(in_blocks(a).T, form).T
+                for a, form in zip((of_x, dy[mine]), recipe.dw, strict=True)
+            )
+        dw[group], end = of_dy.T @ of_x, end + size
     return grouped(qx, np.stack([q(one, recipe.w) for one in w])), grouped(qdy, turned), dw
 
 
@@ -317,6 +329,56 @@ def test_a_recipe(name, module):
     dx, dw = pull(jnp.asarray(dy))
     for got, wanted in zip((y, dx, dw.swapaxes(1, 2)), want, strict=True):
         near(got, wanted)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_transpose_of_rows_of_groups(again):
+    """Each group is quantised as if it were alone."""
+    sizes = (130, 0, 1, 128)
+    x = jnp.asarray(normal(0, 300, 48) * np.exp(normal(1, 300, 1)), jnp.bfloat16)
+    x = x.at[sum(sizes) :].set(jnp.nan)
+    form = _quantize_groups.FORM
+    operand = form.quantize(x) if again else x
+    of_rows = operand.dequantize() if again else x.astype(jnp.float32)
+    copy, turned = _quantize_groups.quantized(operand, jnp.array(sizes), copy=not again)
+    assert turned.values.shape == (48, 128 * 6) and turned.scale.shape == (6, 48)
+    if not again:
+        want = form.quantize(x[: sum(sizes)])
+        assert np.array_equal(copy.dequantize()[: sum(sizes)], want.dequantize())
+    row, column = 0, 0
+    for size in sizes:
+        if size == 0:
+            continue
+        want = form.quantize(jnp.asarray(in_blocks(of_rows[row : row + size]).T))
+        mine = slice(column, column + want.shape[1])
+        assert np.array_equal(turned.values[:, mine].view(np.uint8), want.values.view(np.uint8))
+        blocks = slice(column // 128, mine.stop // 128)
+        assert np.array_equal(turned.scale[blocks], want.scale.T)
+        row, column = row + size, mine.stop
+
+
+@pytest.mark.parametrize("module", [jflux, jflux.reference], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("transpose_rhs", [True, False])
+def test_a_weight_gradient_in_8_bits(module, transpose_rhs, monkeypatch):
+    monkeypatch.setattr(_grouped_by_recipe, "_LEAST_ROWS", 1)
+    recipe, (x, w, dy) = jflux.Recipe.block, of_recipe()
+    want = by_recipe(recipe, x, w, dy, in_8_bits=True)
+    turned = lambda w: w if transpose_rhs else w.swapaxes(1, 2)  # noqa: E731
+
+    def call(x, w):
+        return module.grouped_matmul(
+            x, w, jnp.array(SIZES), transpose_rhs=transpose_rhs, recipe=recipe
+        )
+
+    y, pull = jax.vjp(call, jnp.asarray(x), jnp.asarray(turned(w)))
+    dx, dw = pull(jnp.asarray(dy))
+    for got, wanted in zip((y, dx, turned(dw)), want, strict=True):
+        near(got, wanted)
+    assert not np.any(dw[1])  # of no rows
+    want = by_recipe(recipe, x, w, dy)
+    with jflux.config(unchecked_kernels=False):  # a product of bfloat16
+        _, pull = jax.vjp(call, jnp.asarray(x), jnp.asarray(turned(w)))
+        near(pull(jnp.asarray(dy))[1], turned(want[2]))
 
 
 @pytest.mark.parametrize("block", [(-1, -1), (128, 128), (1, 128)])
@@ -423,3 +485,14 @@ def test_gpus_take_the_products_of_a_recipe(name, lowered_without_gpus, monkeypa
     assert found == +collections.Counter(
         jflux_grouped_matmul_scaled=eight, jflux_grouped_matmul=wide, jflux_grouped_matmul_dw=2
     )
+    if name != "block":
+        return
+    monkeypatch.setattr(_grouped_by_recipe, "_LEAST_ROWS", 1)
+    calls, text = lowered_without_gpus(jax.grad(loss, (0, 1, 2)), *types, types[1])
+    assert all(call.plan.path == "fused" for call in calls), calls
+    found = collections.Counter(re.findall(r"stablehlo.custom_call @(jflux_grouped\w+)\(", text))
+    assert found == dict(jflux_grouped_matmul_scaled=3, jflux_grouped_matmul_dw_scaled=2)
+    # x^T once for both; dy^T beside dy.
+    lines = [line for line in text.splitlines() if "@jflux_quantize(" in line]
+    of_groups = [line for line in lines if "grouped = true" in line]
+    assert sorted("copy = true" in line for line in of_groups) == [False, True, True]

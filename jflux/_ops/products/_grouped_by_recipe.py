@@ -12,12 +12,18 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from ..._call import plans
 from ..._call.derivatives import differentiated
-from .. import _scaled
+from .. import _quantize_groups, _scaled
+from .._quantize_groups import Transposed
 from .._recipe import QUANTIZED, WIDE, Format, QuantizedWeight, Recipe
 from .._scaled import Scaled
-from . import _by_recipe, _grouped_primitives, _grouped_scaled
+from . import _by_recipe, _grouped_dw_scaled, _grouped_primitives, _grouped_scaled
 from ._product import PRODUCT
+
+#: The rows of a group, on average, from which a weight gradient is a product of 8 bits: 64 zeros
+#: are multiplied with them. An estimate; kernels of 16 bits should be faster up to 110.
+_LEAST_ROWS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +162,16 @@ def _backward(
     x_type, w_types, _ = _split(wanted, params)
     dx, dws = None, [None] * params.weights
     given = [i for i, dy in enumerate(cotangents) if dy is not None]
-    if x_type is not None and given:
-        quantized = [_quantized(cotangents[i], recipe.dy, sizes) for i in given]
+    has_dx, turned = x_type is not None and bool(given), {}
+    quantized: list[Scaled] = []
+    for i in given:
+        dy, copy = cotangents[i], None
+        if w_types[i] is not None and _sums_rows_in_8_bits(x, dy, sizes, recipe):
+            copy, turned[i] = _quantize_groups.quantized(dy, sizes, copy=has_dx)
+        elif has_dx:
+            copy = _quantized(dy, recipe.dy, sizes)
+        quantized += [] if copy is None else [copy]
+    if has_dx:
         copies = [
             ws[i]
             if isinstance(ws[i], Scaled)
@@ -167,10 +181,40 @@ def _backward(
         out = np.dtype(x_type.dtype)
         dx = _sum_of_products(quantized, copies, sizes, out, recipe.gradient_precision, params)
         dx = dx if handle is None else handle.combine(dx, None, out).astype(out)
+    x_turned = _quantize_groups.quantized(x, sizes)[1] if turned else None
     for i in given:
-        if w_types[i] is not None:
-            dws[i] = _weight_gradient(x, cotangents[i], sizes, w_types[i].dtype, params)
+        if w_types[i] is None:
+            continue
+        dtype = w_types[i].dtype
+        if x_turned is not None and i in turned:
+            pair = (x_turned, turned[i])
+            dws[i] = _weight_gradient_in_8_bits(pair, x.shape[0], sizes, dtype, params)
+        else:
+            dws[i] = _weight_gradient(x, cotangents[i], sizes, dtype, params)
     return [dx, *dws, None]
+
+
+def _sums_rows_in_8_bits(x: Scaled, dy: jax.Array, sizes: jax.Array, recipe: Recipe) -> bool:
+    """Whether the weight gradient of x and dy is a product of 8 bits. Until its kernels have run on
+    a GPU, ``jflux.config(unchecked_kernels=True)`` has to ask for them."""
+    form = _quantize_groups.FORM
+    if plans.why_unchecked(_grouped_dw_scaled.CHECKED_ON_GPUS):
+        return False
+    if recipe.dw != (form, form) or recipe.dy != form or x.dtype != form.dtype:
+        return False
+    vectors = (x.shape[1] % 16, dy.shape[1] % 16) == (0, 0)  # what kernels take
+    few = sizes.shape[0] <= _quantize_groups.MOST_GROUPS
+    return vectors and few and x.shape[0] >= _LEAST_ROWS * sizes.shape[0]
+
+
+def _weight_gradient_in_8_bits(
+    pair: tuple[Transposed, Transposed], rows: int, sizes: jax.Array, dtype: Any, params: _Params
+) -> Any:
+    """`pair`: of x and of dy."""
+    call = _grouped_dw_scaled.Params(np.dtype(dtype if dtype == WIDE else np.float32), rows)
+    f = _grouped_dw_scaled.in_lax if params.reference else _grouped_dw_scaled.bind
+    x, dy = pair[::-1] if params.transpose_rhs else pair
+    return f(x, dy, sizes, call).astype(dtype)
 
 
 def _weight_gradient(
