@@ -6,7 +6,9 @@ python tests/grouped_scaled_gpu.py [--calls 150] [--seed 0] [--limit 200]
 Rows past the sum of the sizes hold NaN, and so do the rows of one group: neither may show anywhere
 else. Each call runs twice, and must give the same bits. Results in float32 are quantised in the
 kernel too, and must have the bits that `jflux.quantize` makes of them. A product by scales of
-blocks has the same bits as the sum of those of both halves of k, in one call.
+blocks has the same bits as the sum of those of both halves of k, in one call. Weight gradients are
+those of transposes that a kernel has quantised, of dy by squares too, whose bits must be those of
+plain `lax`.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from moe_gpu import draw_sizes
 import jflux
 from jflux import _native
 from jflux._call import tuning_tables
-from jflux._ops import _scaled
+from jflux._ops import _quantize_groups, _scaled
 from jflux._ops._epilogue import ACTIVATIONS
 from jflux._ops._scaled import BLOCK, Scales
-from jflux._ops.products import _grouped_primitives, _grouped_scaled
+from jflux._ops.products import _grouped_dw_scaled, _grouped_primitives, _grouped_scaled
 from jflux._stress import calls
 
 E4M3 = jnp.float8_e4m3fn
@@ -167,14 +169,98 @@ def _in_halves(x, w, sizes, *, out):
     return _grouped_scaled.bind_terms(halves(x), halves(w), sizes, call)
 
 
+def check_weight_gradient(seed: int) -> tuple[str, str, float]:
+    """As :func:`check`. x is quantised again, dy beside its copy."""
+    rng = np.random.default_rng(seed)
+    sizes, m = draw_sizes(rng)
+    groups, starts = len(sizes), np.cumsum([0, *sizes])
+    most = 30 if groups > 100 else 70
+    k, n = (16 * int(rng.choice([rng.integers(1, most), 8, 9, 16, 17])) for _ in range(2))
+    out = (jnp.bfloat16, jnp.float32)[rng.integers(2)]
+    of_dy = (jnp.bfloat16, jnp.bfloat16, jnp.float16, jnp.float32)[rng.integers(4)]
+    form = (_quantize_groups.FORM, _quantize_groups.SQUARES)[rng.integers(2)]
+    scales = Scales.OF_VECTORS if form == _quantize_groups.FORM else Scales.OF_BLOCKS
+    tiles = (None, *_native.GROUPED_TILES[scales])
+    tile = tiles[rng.integers(len(tiles))]
+    poisoned = int(rng.integers(groups)) if rng.integers(2) else -1
+    spoilt = np.arange(m) >= sum(sizes)
+    if poisoned >= 0:
+        spoilt[starts[poisoned] : starts[poisoned + 1]] = True
+
+    def values(dtype, columns):
+        drawn = calls.normal(int(rng.integers(1 << 32)), (m, columns), np.float32)
+        drawn = np.asarray(drawn) * np.exp(rng.standard_normal((m, 1)))
+        return jnp.asarray(np.where(spoilt[:, None], np.nan, drawn), dtype)
+
+    own = _quantize_groups.FORM
+    x, dy = own.quantize(values(jnp.bfloat16, k)), values(of_dy, n)
+    of_groups = jnp.asarray(sizes, jnp.int32)
+
+    def quantize(x, dy, sizes):
+        x_turned = _quantize_groups.transposed(x, sizes)
+        return x_turned, *_quantize_groups.quantized(dy, sizes, form)
+
+    lowered = jax.jit(quantize).lower(x, dy, of_groups)
+    kernels = lowered.as_text().count("@jflux_quantize(")
+    if jax.default_backend() == "gpu" and kernels != (2 if form == own else 3):
+        raise AssertionError(f"{kernels} kernels quantise")
+    x_turned, copy, dy_turned = lowered.compile()(x, dy, of_groups)
+    blocks = sum(-(-size // BLOCK) for size in sizes)
+    given = {"x": (x, own, x_turned), "dy": (dy if form == own else copy, form, dy_turned)}
+    for of, (one, by, got) in given.items():
+        again = isinstance(one, jflux.Scaled)
+        params = _quantize_groups.Params(by, copy=False, again=again, fill=False)
+        arrays = [*jax.tree.leaves(one), of_groups]
+        want = jax.jit(functools.partial(_quantize_groups._in_lax, params=params))(arrays)
+        entries = (slice(blocks),) if by == own else (slice(None), slice(blocks))
+        columns = (slice(None), slice(BLOCK * blocks))
+        for at, a, b in zip((columns, entries), got, want, strict=True):
+            a, b = np.asarray(a[at]), np.asarray(b[at])
+            same = (a == b) | (np.isnan(a) & np.isnan(b))
+            if not same.all():
+                raise AssertionError(f"the transpose of {of} differs at {np.argwhere(~same)[:4]}")
+    rows = [np.asarray(one.dequantize())[: sum(sizes)] for one in (copy, own.quantize(dy))]
+    if not np.array_equal(*rows, equal_nan=True):
+        raise AssertionError("the copy of dy differs")
+
+    call = functools.partial(_grouped_dw_scaled.bind, out=np.dtype(out), rows=m)
+    choice = tuning_tables.Choice(*tile, 8) if tile else None
+    with tuning_tables.force(choice) if choice else contextlib.nullcontext():
+        lowered = jax.jit(call).lower(x_turned, dy_turned, of_groups)
+    if jax.default_backend() == "gpu" and "jflux_grouped_matmul_dw_scaled" not in lowered.as_text():
+        raise AssertionError("no kernel takes the call")
+    program = lowered.compile()
+    dw, again = (np.asarray(program(x_turned, dy_turned, of_groups)) for _ in range(2))
+    if dw.tobytes() != again.tobytes():
+        raise AssertionError("a second call gives other bits")
+    wide = [np.asarray(one.rows(jnp.float32), np.float64) for one in (x_turned, dy_turned)]
+    worst, first = 0.0, 0
+    for group, size in enumerate(sizes):
+        last = first + -(-size // BLOCK) * BLOCK
+        a, b = (one[first:last] for one in wide)
+        first = last
+        if group == poisoned and size > 0:
+            continue
+        bound = (float(jnp.finfo(out).eps) / 2 + 2.0**-11) * (np.abs(a).T @ np.abs(b)) + 1e-30
+        error = np.abs(dw[group].astype(np.float64) - a.T @ b) / bound
+        if not np.isfinite(error).all():
+            raise AssertionError(f"not finite in group {group}, {tile=}")
+        worst = max(worst, float(error.max()))
+    if worst > 1:
+        raise AssertionError(f"{worst:.3g} bounds off, {tile=}")
+    words = f"dw {scales.name.lower()}, dy {np.dtype(of_dy).name}"
+    return "x".join(map(str, tile or ("chosen",))), words, worst
+
+
 def main() -> int:
     args = random_checks.parser(__doc__, calls=150, limit=200).parse_args()
-    jflux.config.update(strict=True)
+    jflux.config.update(strict=True, unchecked_kernels=True)
     checks = random_checks.Checks(args.limit)
     for seed in range(args.seed, args.seed + args.calls):
         if not checks.go_on():
             break
         checks.run(f"seed {seed}", check, seed)
+        checks.run(f"seed {seed}, weight gradient", check_weight_gradient, seed)
     return checks.report("tile", "form")
 
 

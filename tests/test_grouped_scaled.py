@@ -1,6 +1,7 @@
 """grouped_matmul of operands with scales, against float64 of what they mean."""
 
 import collections
+import dataclasses
 import functools
 import re
 
@@ -331,20 +332,24 @@ def test_a_recipe(name, module):
         near(got, wanted)
 
 
+@pytest.mark.parametrize("form", [_quantize_groups.FORM, _quantize_groups.SQUARES])
 @pytest.mark.parametrize("again", [False, True])
-def test_the_transpose_of_rows_of_groups(again):
+def test_the_transpose_of_rows_of_groups(again, form):
     """Each group is quantised as if it were alone."""
     sizes = (130, 0, 1, 128)
-    x = jnp.asarray(normal(0, 300, 48) * np.exp(normal(1, 300, 1)), jnp.bfloat16)
+    x = jnp.asarray(normal(0, 300, 144) * np.exp(normal(1, 300, 1)), jnp.bfloat16)
     x = x.at[sum(sizes) :].set(jnp.nan)
-    form = _quantize_groups.FORM
-    operand = form.quantize(x) if again else x
-    of_rows = operand.dequantize() if again else x.astype(jnp.float32)
-    copy, turned = _quantize_groups.quantized(operand, jnp.array(sizes), copy=not again)
-    assert turned.values.shape == (48, 128 * 6) and turned.scale.shape == (6, 48)
-    if not again:
-        want = form.quantize(x[: sum(sizes)])
-        assert np.array_equal(copy.dequantize()[: sum(sizes)], want.dequantize())
+    own = _quantize_groups.FORM.quantize(x)
+    if again:
+        of_rows, turned = own, _quantize_groups.transposed(own, jnp.array(sizes), form)
+    else:
+        of_rows, turned = _quantize_groups.quantized(x, jnp.array(sizes), form)
+        want = own.dequantize()[: sum(sizes)]
+        assert np.array_equal(of_rows.dequantize()[: sum(sizes)], want)
+    is_square = form == _quantize_groups.SQUARES
+    assert turned.values.shape == (144, 128 * 6) and turned.has_squares == is_square
+    # Scales are powers of two: rounded twice is rounded once, but for the smallest.
+    of_rows = own.dequantize() if again or is_square else x.astype(jnp.float32)
     row, column = 0, 0
     for size in sizes:
         if size == 0:
@@ -353,32 +358,40 @@ def test_the_transpose_of_rows_of_groups(again):
         mine = slice(column, column + want.shape[1])
         assert np.array_equal(turned.values[:, mine].view(np.uint8), want.values.view(np.uint8))
         blocks = slice(column // 128, mine.stop // 128)
-        assert np.array_equal(turned.scale[blocks], want.scale.T)
+        scale = turned.scale[:, blocks] if is_square else turned.scale[blocks].T
+        assert np.array_equal(scale, want.scale)
         row, column = row + size, mine.stop
 
 
 @pytest.mark.parametrize("module", [jflux, jflux.reference], ids=lambda m: m.__name__)
 @pytest.mark.parametrize("transpose_rhs", [True, False])
-def test_a_weight_gradient_in_8_bits(module, transpose_rhs, monkeypatch):
+@pytest.mark.parametrize("squares", ["of no operand", "of x", "of dy"])
+def test_a_weight_gradient_in_8_bits(module, transpose_rhs, squares, monkeypatch):
     monkeypatch.setattr(_grouped_by_recipe, "_LEAST_ROWS", 1)
     recipe, (x, w, dy) = jflux.Recipe.block, of_recipe()
+    if squares != "of no operand":
+        dw = (_quantize_groups.SQUARES, _quantize_groups.FORM)
+        recipe = dataclasses.replace(recipe, dw=dw if squares == "of x" else dw[::-1])
     want = by_recipe(recipe, x, w, dy, in_8_bits=True)
     turned = lambda w: w if transpose_rhs else w.swapaxes(1, 2)  # noqa: E731
 
-    def call(x, w):
-        return module.grouped_matmul(
-            x, w, jnp.array(SIZES), transpose_rhs=transpose_rhs, recipe=recipe
-        )
+    @jax.jit
+    def step(x, w, dy):
+        call = functools.partial(
+            module.grouped_matmul, group_sizes=jnp.array(SIZES), transpose_rhs=transpose_rhs,
+            recipe=recipe,
+        )  # fmt: skip
+        y, pull = jax.vjp(call, x, w)
+        return y, *pull(dy)
 
-    y, pull = jax.vjp(call, jnp.asarray(x), jnp.asarray(turned(w)))
-    dx, dw = pull(jnp.asarray(dy))
+    operands = (jnp.asarray(x), jnp.asarray(turned(w)), jnp.asarray(dy))
+    y, dx, dw = step(*operands)
     for got, wanted in zip((y, dx, turned(dw)), want, strict=True):
         near(got, wanted)
     assert not np.any(dw[1])  # of no rows
-    want = by_recipe(recipe, x, w, dy)
     with jflux.config(unchecked_kernels=False):  # a product of bfloat16
-        _, pull = jax.vjp(call, jnp.asarray(x), jnp.asarray(turned(w)))
-        near(pull(jnp.asarray(dy))[1], turned(want[2]))
+        *_, dw = step(*operands)
+    near(turned(dw), by_recipe(recipe, x, w, dy)[2])
 
 
 @pytest.mark.parametrize("block", [(-1, -1), (128, 128), (1, 128)])

@@ -22,8 +22,8 @@ from ._recipe import Format
 from ._scaled import BLOCK, Scaled
 from .products import _product
 
-#: What kernels make of rows of groups.
-FORM = Format(jnp.float8_e4m3fn, (1, BLOCK))
+#: What kernels make of rows of groups, and of their transpose alone.
+FORM, SQUARES = (Format(jnp.float8_e4m3fn, (rows, BLOCK)) for rows in (1, BLOCK))
 #: The most groups that kernels take (cc/core/group_tiles.h).
 MOST_GROUPS = 2047
 
@@ -34,15 +34,28 @@ class Transposed(NamedTuple):
 
     Attributes:
       values: [columns, 128 * blocks].
-      scale: [blocks, columns], as kernels read it.
+      scale: by `FORM` [blocks, columns], by `SQUARES` [blocks of columns, blocks], as kernels read
+        it.
     """
 
     values: jax.Array
     scale: jax.Array
 
+    @property
+    def has_squares(self) -> bool:
+        """Whether it is by `SQUARES`."""
+        columns, rows = self.values.shape
+        return self.scale.shape != (rows // BLOCK, columns)
+
+    def vectors(self) -> jax.Array:
+        """The scale, as by `FORM`."""
+        if not self.has_squares:
+            return self.scale
+        return jnp.repeat(self.scale, BLOCK, axis=0)[: self.values.shape[0]].T
+
     def rows(self, dtype: Any) -> jax.Array:
         """What it means, [128 * blocks, columns]."""
-        scale = jnp.repeat(self.scale, BLOCK, axis=0)
+        scale = jnp.repeat(self.vectors(), BLOCK, axis=0)
         return (self.values.T.astype(jnp.float32) * scale).astype(dtype)
 
 
@@ -51,11 +64,13 @@ class Params:
     """A call, less its operands: x [rows, columns][, its scale], group_sizes.
 
     Attributes:
-      copy: x's own copy is a result, too. Rows of no group are not written.
+      form: of the transpose.
+      copy: x's own copy by `FORM` is a result, too. Rows of no group are not written.
       again: x has a scale.
       fill: blocks of no group are zeros.
     """
 
+    form: Format
     copy: bool
     again: bool
     fill: bool
@@ -63,7 +78,7 @@ class Params:
     @property
     def plain(self) -> _quantize.Params:
         """The call on rows without groups."""
-        dtype, block, rounds = np.dtype(FORM.dtype), FORM.block, FORM.power_of_two
+        dtype, block, rounds = np.dtype(FORM.dtype), self.form.block, FORM.power_of_two
         return _quantize.Params(dtype, block, True, rounds, False, self.copy, self.again)
 
 
@@ -78,16 +93,27 @@ def padded_sizes(sizes: jax.Array) -> jax.Array:
     return (jnp.maximum(sizes, 0) + BLOCK - 1) // BLOCK * BLOCK
 
 
-def quantized(
-    x: jax.Array | Scaled, sizes: jax.Array, *, copy: bool = False
+def transposed(x: jax.Array | Scaled, sizes: jax.Array, form: Format = FORM) -> Transposed:
+    """The transpose of x [rows, columns] by `FORM` or `SQUARES`. Rows of no group are not read."""
+    return _bound(x, sizes, form, copy=False)[1]
+
+
+def quantized(x: jax.Array, sizes: jax.Array, form: Format = FORM) -> tuple[Scaled, Transposed]:
+    """(x by `FORM`, of which rows of no group may be anything; its transpose), x being read
+    once by `FORM`."""
+    # Where JAX looks for NaN, somebody has to write the copy's last rows.
+    if form == FORM and not local_ops.fills_unread():
+        copy, turned = _bound(x, sizes, form, copy=True)
+        assert copy is not None
+        return copy, turned
+    copy = FORM.quantize(x)
+    return copy, transposed(copy, sizes, form)
+
+
+def _bound(
+    x: jax.Array | Scaled, sizes: jax.Array, form: Format, copy: bool
 ) -> tuple[Scaled | None, Transposed]:
-    """(with `copy`, x by `FORM`; its transpose by the same), x [rows, columns] being read once.
-    Rows of no group are not read."""
-    if local_ops.fills_unread() and copy:  # nobody would write the copy's last rows
-        assert not isinstance(x, Scaled)
-        return FORM.quantize(x), quantized(x, sizes)[1]
-    again = isinstance(x, Scaled)
-    params = Params(copy, again, fill=local_ops.fills_unread())
+    params = Params(form, copy, isinstance(x, Scaled), fill=local_ops.fills_unread())
     arrays = [x.values, x.scale] if isinstance(x, Scaled) else [x]
     *own, values, scale = _primitive.bind(*arrays, sizes, params=params)
     return Scaled(*own) if copy else None, Transposed(values, scale)
@@ -115,7 +141,7 @@ def _in_lax(arrays: Arrays, params: Params) -> list[jax.Array]:
     taken = jnp.where(is_there[:, None], taken, 0)
     values, of_blocks, _ = _quantize._of_one(taken.T, None, params.plain)
     copy = _quantize._of_one(wide, None, params.plain)[:2] if params.copy else ()
-    return [*copy, values, of_blocks.T]
+    return [*copy, values, of_blocks.T if params.form == FORM else of_blocks]
 
 
 def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
@@ -123,8 +149,8 @@ def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
     rows, columns = x.shape
     blocks, dtype = most_blocks(rows, sizes.shape[0]), np.dtype(FORM.dtype)
     own = FORM.shapes(x.shape) if params.copy else ()
-    turned = ((columns, BLOCK * blocks), dtype), ((blocks, columns), np.dtype(np.float32))
-    return [*own, *turned]
+    scale = (blocks, columns) if params.form == FORM else (-(-columns // BLOCK), blocks)
+    return [*own, ((columns, BLOCK * blocks), dtype), (scale, np.dtype(np.float32))]
 
 
 def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:

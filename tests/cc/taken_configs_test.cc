@@ -138,14 +138,16 @@ TEST(GroupedProductsWithScalesTakeAllOfTheirKernels) {
       EXPECT(taken.Of(c, 1) > 0) << c.tile_n << " " << c.cluster_m;
     }
   }
-  Taken dw;
-  ForCalls([&](int world, int64_t rows, int64_t n, int64_t k, const Machine& machine) {
-    GroupedMatmulDwParams p{8 * world * rows, k, n, 8, DType::kF8E4M3FN};
-    p.scales = Scales::kOfVectors;
-    dw.Add(ChooseGroupedDw(p, machine));
-  });
-  for (const GemmChoice& c : kGroupedOfVectors) {
-    EXPECT(dw.Of(c, 1) > 0) << c.tile_n << " " << c.cluster_m;
+  for (const Scales scales : {Scales::kOfVectors, Scales::kOfBlocks}) {
+    Taken dw;
+    ForCalls([&](int world, int64_t rows, int64_t n, int64_t k, const Machine& machine) {
+      GroupedMatmulDwParams p{8 * world * rows, k, n, 8, DType::kF8E4M3FN};
+      p.scales = scales;
+      dw.Add(ChooseGroupedDw(p, machine));
+    });
+    for (const GemmChoice& c : GroupedChoicesOf(scales)) {
+      EXPECT(dw.Of(c, 1) > 0) << c.tile_n << " " << c.cluster_m;
+    }
   }
 }
 

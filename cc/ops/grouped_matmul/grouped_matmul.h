@@ -93,7 +93,7 @@ struct GroupedMatmulDwParams {
   DType dtype;      // of x and dy
   DType out_dtype;  // of dw
   TileChoice tile;
-  Scales scales = Scales::kNone;  // kOfVectors: of grouped_matmul_dw_scaled
+  Scales scales = Scales::kNone;  // of grouped_matmul_dw_scaled; with entries of k
 };
 
 struct GroupedMatmulDwArrays {
@@ -104,7 +104,7 @@ struct GroupedMatmulDwArrays {
   // Of grouped_matmul_dw_scaled, whose operands are x^T [k, columns] and dy^T [n, columns] as
   // quantize makes them of rows of groups: each group begins a block of kScaleBlock columns.
   const float* x_scale = nullptr;   // [blocks, k]
-  const float* dy_scale = nullptr;  // [blocks, n]
+  const float* dy_scale = nullptr;  // [blocks, n], or of kOfBlocks [blocks of n, blocks]
 };
 
 // What is wrong with the sizes of `groups` groups of m rows; empty if nothing is.
@@ -199,7 +199,8 @@ inline GemmChoice ChooseGroupedDw(const GroupedMatmulDwParams& p, const Machine&
   const auto cost = [&](const GemmChoice& c) {
     const int64_t rows = RoundUp<int64_t>(p.k, kGemmTileM * c.cluster_m);
     return EstimateGroupedCost(c, p.m, p.groups, p.groups * rows, p.n,
-                               CeilDiv(p.m, p.groups) * SizeOf(p.dtype), machine);
+                               CeilDiv(p.m, p.groups) * SizeOf(p.dtype), machine,
+                               p.scales == Scales::kOfBlocks ? kGatherCostsOfBlocks : kGatherCosts);
   };
   return CheapestGrouped(/*gated=*/false, p.tile, cost, p.scales);
 }

@@ -78,6 +78,7 @@ static_assert(sizeof(GroupedMatmulDwArgs) <= 4096);
 // (GroupedMatmulDwArrays).
 struct GroupedMatmulDwScaledArgs : GroupedMatmulDwArgs {
   const float *x_scale, *dy_scale;
+  int32_t k_blocks;  // of both transposes
   int32_t a_bytes;
 };
 static_assert(sizeof(GroupedMatmulDwScaledArgs) <= 4096);

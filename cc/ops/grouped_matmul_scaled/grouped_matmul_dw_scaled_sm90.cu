@@ -16,7 +16,7 @@ struct GroupedMatmulDwScaledSm90 : GroupedMatmulDwSm90<Config_, GroupedMatmulDwS
   using Config = Config_;
   using Args = GroupedMatmulDwScaledArgs;
   using Base = GroupedMatmulDwSm90<Config, Args>;
-  static_assert(Config::kScales == Scales::kOfVectors && Config::kTileK == kScaleBlock);
+  static_assert(Config::kBlockScales && Config::kTileK == kScaleBlock);
 
   // Rows are counted along the transposes.
   using Schedule = typename Base::template ScheduleOf<kScaleBlock>;
@@ -39,7 +39,12 @@ struct GroupedMatmulDwScaledSm90 : GroupedMatmulDwSm90<Config_, GroupedMatmulDwS
     const int32_t row0 = Base::FirstRowOf(row_block, 0);
     ScaleSource<Config, /*kArrives=*/true> scales;
     scales.SetPanel(args.x_scale + row0, Min(Config::kTileM, args.k - row0), args.k);
-    scales.SetVectors(args.dy_scale, Base::FirstColumnOf(args, tile), args.n);
+    const int32_t n0 = Base::FirstColumnOf(args, tile);
+    if constexpr (Config::kScales == Scales::kOfVectors) {
+      scales.SetVectors(args.dy_scale, n0, args.n);
+    } else {
+      scales.SetColumns(args.dy_scale, n0, args.n, args.k_blocks);
+    }
     return scales;
   }
 };
@@ -52,22 +57,24 @@ struct Kernels : GroupedMatmulDwScaledKernels {
 };
 
 template <typename F>
-bool ForConfigs(F&& visit) {
-  return ForGroupedConfigs<__nv_fp8_e4m3, true, false, Scales::kOfVectors>(visit);
+bool ForConfigs(Scales scales, F&& visit) {
+  using T = __nv_fp8_e4m3;
+  return scales == Scales::kOfBlocks ? ForGroupedConfigs<T, true, false, Scales::kOfBlocks>(visit)
+                                     : ForGroupedConfigs<T, true, false, Scales::kOfVectors>(visit);
 }
 
 }  // namespace
 
 bool LoadGroupedMatmulDwScaledKernels(std::string* error) {
   LoadGrouped<Kernels> load{error};
-  return !ForConfigs(load);
+  return !ForConfigs(Scales::kOfVectors, load) && !ForConfigs(Scales::kOfBlocks, load);
 }
 
 std::string WhyNoGroupedMatmulDwScaledKernel(const GroupedMatmulDwParams& p) {
   const std::string why = WhyNotOperands(kGroupedDwScaledFormats, kWgmmaFormats, p.dtype, p.dtype,
                                          p.out_dtype, p.k, p.n, /*transpose_rhs=*/true);
   if (!why.empty()) return why;
-  if (p.scales != Scales::kOfVectors) return "no kernel has the scales";
+  if (!HasEntriesOfK(p.scales)) return "no kernel has the scales";
   return WhyNoGroupedSizes(p.m, p.k, p.n, p.groups, /*gated=*/false, p.tile, p.scales);
 }
 
@@ -84,7 +91,8 @@ bool LaunchGroupedMatmulDwScaled(const GroupedMatmulDwParams& p,
   args.x_scale = arrays.x_scale;
   args.dy_scale = arrays.dy_scale;
   args.a_bytes = BoxRows(p.k) * kBlockBytes;
-  const int64_t columns = kScaleBlock * MostGroupBlocks(p.m, p.groups, kScaleBlock);
+  args.k_blocks = static_cast<int32_t>(MostGroupBlocks(p.m, p.groups, kScaleBlock));
+  const int64_t columns = int64_t{kScaleBlock} * args.k_blocks;
   if (!EncodeTensorMap(&args.x, p.dtype, arrays.x, {p.k, columns}, {columns},
                        {BoxRows(p.k), kScaleBlock}, error) ||
       !EncodeTensorMap(&args.dy, p.dtype, arrays.dy, {p.n, columns}, {columns},
@@ -97,7 +105,7 @@ bool LaunchGroupedMatmulDwScaled(const GroupedMatmulDwParams& p,
   }
   const int64_t most_tiles = p.groups * args.tiles_k * args.tiles_n;
   LaunchGrouped<Kernels> launch{choice, &args, most_tiles, device.sm_count, stream, error};
-  return ForConfigs(launch) && !launch.failed;
+  return ForConfigs(p.scales, launch) && !launch.failed;
 }
 
 }  // namespace jflux

@@ -1,6 +1,6 @@
 // grouped_matmul of operands of 8 bits with scales, and its weight gradient, of operands with
-// scales of vectors. Their kernels are grouped_matmul's, of weights [groups, n, k], and of
-// transposes; there are no bodies for CPUs.
+// scales of vectors or of blocks. Their kernels are grouped_matmul's, of weights [groups, n, k],
+// and of transposes; there are no bodies for CPUs.
 //
 // Python: jflux/_ops/products/_grouped_scaled.py, _grouped_dw_scaled.py.
 #ifndef JFLUX_OPS_GROUPED_MATMUL_SCALED_GROUPED_MATMUL_SCALED_H_

@@ -48,12 +48,13 @@ ffi::Error Cuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::RemainingA
 }
 
 // Operands x^T [k, columns], dy^T [n, columns], group_sizes, x_scale [blocks, k], dy_scale
-// [blocks, n]. Result dw.
+// [blocks, n] or [blocks of n, blocks]. Result dw.
 struct DwAttributes {
-  int64_t rows = 0;  // of x, to which the groups' sizes sum at most
+  int64_t rows = 0;    // of x, to which the groups' sizes sum at most
+  int64_t scales = 0;  // number of a Scales
   Int64s tile;
 
-  void Read(AttributeReader& read) { read("rows", &rows)("tile", &tile); }
+  void Read(AttributeReader& read) { read("rows", &rows)("scales", &scales)("tile", &tile); }
 };
 
 ffi::Error DwCuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::RemainingArgs operands,
@@ -69,19 +70,21 @@ ffi::Error DwCuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::Remainin
   const auto dtype = DTypeOf(x.element_type(), kGroupedDwScaledFormats.operands),
              out_dtype = DTypeOf(dw->element_type(), kGroupedDwScaledFormats.results);
   if (!dtype || !out_dtype || dw->dimensions().size() != 3 || dw->element_count() == 0 ||
-      a.rows < 1 || a.rows > INT32_MAX) {
+      a.rows < 1 || a.rows > INT32_MAX || !IsScales(a.scales)) {
     return no_fit;
   }
   const auto shape = dw->dimensions();
   GroupedMatmulDwParams p{a.rows, shape[1], shape[2], shape[0], *dtype, *out_dtype};
   p.tile = TileChoiceOf(a.tile);
-  p.scales = Scales::kOfVectors;
+  p.scales = static_cast<Scales>(a.scales);
   const int64_t blocks = MostGroupBlocks(p.m, p.groups, kScaleBlock);
   GroupedMatmulDwArrays arrays{x.untyped_data(), dy.untyped_data(),
                                static_cast<const int32_t*>(sizes.untyped_data()),
                                dw->untyped_data()};
   arrays.x_scale = FloatsOf(operand(3), blocks * p.k);
-  arrays.dy_scale = FloatsOf(operand(4), blocks * p.n);
+  const bool of_blocks = p.scales == Scales::kOfBlocks;
+  const int64_t entries = of_blocks ? CeilDiv<int64_t>(p.n, kScaleBlock) : p.n;
+  arrays.dy_scale = FloatsOf(operand(4), blocks * entries);
   if (!Is(x, x.element_type(), {p.k, blocks * kScaleBlock}) ||
       !Is(dy, x.element_type(), {p.n, blocks * kScaleBlock}) || !Is(sizes, ffi::S32, {p.groups}) ||
       arrays.x_scale == nullptr || arrays.dy_scale == nullptr) {

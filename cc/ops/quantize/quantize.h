@@ -72,9 +72,10 @@ struct QuantizeParams {
   QuantizeSource source = QuantizeSource::kGiven;
   Activation activation = Activation::kNone;
   // If not 0, the rows of x are those of so many groups, one group after the other, in blocks of
-  // {1, 128}. In the transpose each group begins a block of 128: what fills up a group's last block
-  // are zeros, and scales are [blocks, columns], as products read them. Rows of no group are not
-  // read, nor written in the copy; blocks of no group are not written, or zeros with `fill`.
+  // {1, 128}, or of {128, 128} without a copy. In the transpose each group begins a block of 128:
+  // what fills up a group's last block are zeros. Scales of {1, 128} are [blocks, columns], as
+  // products read them. Rows of no group are not read, nor written in the copy; blocks of no group
+  // are not written, or zeros with `fill`.
   int64_t groups = 0;
   bool fill = false;
 

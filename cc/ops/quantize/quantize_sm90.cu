@@ -711,8 +711,9 @@ bool LaunchQuantize(const QuantizeParams& p, const QuantizeArrays& arrays, cudaS
       (is_given || (is_plain && p.block.columns == kTile && arrays.scale == nullptr)) &&
       (!p.IsPair() || p.columns % kTile == 0) && (p.copy || arrays.losses == nullptr) &&
       (p.transpose ? !is_pair : p.copy) &&
-      (p.groups == 0 || (is_given && is_plain && p.transpose && arrays.scale == nullptr &&
-                         p.block.rows == 1 && p.block.columns == kTile));
+      (p.groups == 0 ||
+       (is_given && is_plain && p.transpose && arrays.scale == nullptr &&
+        (p.block.rows == 1 || (p.block.rows == kTile && !p.copy)) && p.block.columns == kTile));
   if (!takes || !Has(kQuantizeFormats.results, p.values_dtype) ||
       p.columns % kQuantizeMultiple != 0 ||
       (p.transpose && p.TransposedColumns() % kQuantizeMultiple != 0) || p.block.columns == 1 ||
@@ -757,7 +758,7 @@ bool LaunchQuantize(const QuantizeParams& p, const QuantizeArrays& arrays, cudaS
   };
   args.sides[0] = side(p.rows, p.columns, p.IsPair() ? 2 : 1);
   args.sides[1] = side(p.columns, p.TransposedColumns(), 1);
-  if (p.groups != 0) {
+  if (p.groups != 0 && p.block.rows == 1) {
     args.sides[1].down = 1;
     args.sides[1].across = p.columns;
   }

@@ -167,7 +167,11 @@ def _backward(
     for i in given:
         dy, copy = cotangents[i], None
         if w_types[i] is not None and _sums_rows_in_8_bits(x, dy, sizes, recipe):
-            copy, turned[i] = _quantize_groups.quantized(dy, sizes, copy=has_dx)
+            assert recipe.dw is not None
+            if has_dx:
+                copy, turned[i] = _quantize_groups.quantized(dy, sizes, recipe.dw[1])
+            else:
+                turned[i] = _quantize_groups.transposed(dy, sizes, recipe.dw[1])
         elif has_dx:
             copy = _quantized(dy, recipe.dy, sizes)
         quantized += [] if copy is None else [copy]
@@ -181,12 +185,14 @@ def _backward(
         out = np.dtype(x_type.dtype)
         dx = _sum_of_products(quantized, copies, sizes, out, recipe.gradient_precision, params)
         dx = dx if handle is None else handle.combine(dx, None, out).astype(out)
-    x_turned = _quantize_groups.quantized(x, sizes)[1] if turned else None
+    if turned:
+        assert recipe.dw is not None
+        x_turned = _quantize_groups.transposed(x, sizes, recipe.dw[0])
     for i in given:
         if w_types[i] is None:
             continue
         dtype = w_types[i].dtype
-        if x_turned is not None and i in turned:
+        if i in turned:
             pair = (x_turned, turned[i])
             dws[i] = _weight_gradient_in_8_bits(pair, x.shape[0], sizes, dtype, params)
         else:
@@ -197,10 +203,12 @@ def _backward(
 def _sums_rows_in_8_bits(x: Scaled, dy: jax.Array, sizes: jax.Array, recipe: Recipe) -> bool:
     """Whether the weight gradient of x and dy is a product of 8 bits. Until its kernels have run on
     a GPU, ``jflux.config(unchecked_kernels=True)`` has to ask for them."""
-    form = _quantize_groups.FORM
     if plans.why_unchecked(_grouped_dw_scaled.CHECKED_ON_GPUS):
         return False
-    if recipe.dw != (form, form) or recipe.dy != form or x.dtype != form.dtype:
+    form, forms = _quantize_groups.FORM, (_quantize_groups.FORM, _quantize_groups.SQUARES)
+    if recipe.dw is None or any(one not in forms for one in recipe.dw):
+        return False
+    if recipe.dy != form or x.dtype != form.dtype:
         return False
     vectors = (x.shape[1] % 16, dy.shape[1] % 16) == (0, 0)  # what kernels take
     few = sizes.shape[0] <= _quantize_groups.MOST_GROUPS
@@ -211,10 +219,10 @@ def _weight_gradient_in_8_bits(
     pair: tuple[Transposed, Transposed], rows: int, sizes: jax.Array, dtype: Any, params: _Params
 ) -> Any:
     """`pair`: of x and of dy."""
-    call = _grouped_dw_scaled.Params(np.dtype(dtype if dtype == WIDE else np.float32), rows)
+    out = dtype if dtype == WIDE else np.dtype(np.float32)
     f = _grouped_dw_scaled.in_lax if params.reference else _grouped_dw_scaled.bind
     x, dy = pair[::-1] if params.transpose_rhs else pair
-    return f(x, dy, sizes, call).astype(dtype)
+    return f(x, dy, sizes, out, rows).astype(dtype)
 
 
 def _weight_gradient(

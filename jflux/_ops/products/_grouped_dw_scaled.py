@@ -33,21 +33,31 @@ class Params:
 
     Attributes:
       rows: of which the operands are transposes.
+      scales: OF_VECTORS, or OF_BLOCKS, if dy is by squares; x has vectors.
     """
 
     out_dtype: np.dtype
     rows: int
+    scales: Scales
 
 
-def bind(x: Transposed, dy: Transposed, sizes: jax.Array, params: Params) -> jax.Array:
-    """dw [groups, k, n]."""
-    (dw,) = _primitive.bind(x.values, dy.values, sizes, x.scale, dy.scale, params=params)
-    return dw
+def _call(
+    x: Transposed, dy: Transposed, sizes: jax.Array, out: np.dtype, rows: int
+) -> tuple[Arrays, Params]:
+    scales = Scales.OF_BLOCKS if dy.has_squares else Scales.OF_VECTORS
+    arrays = [x.values, dy.values, sizes, x.vectors(), dy.scale]
+    return arrays, Params(np.dtype(out), rows, scales)
 
 
-def in_lax(x: Transposed, dy: Transposed, sizes: jax.Array, params: Params) -> jax.Array:
+def bind(x: Transposed, dy: Transposed, sizes: jax.Array, out: Any, rows: int) -> jax.Array:
+    """dw [groups, k, n] in this type, of transposes of so many rows."""
+    arrays, params = _call(x, dy, sizes, out, rows)
+    return _primitive.bind(*arrays, params=params)[0]
+
+
+def in_lax(x: Transposed, dy: Transposed, sizes: jax.Array, out: Any, rows: int) -> jax.Array:
     """:func:`bind` in plain `lax`."""
-    return _reference((x.values, dy.values, sizes, x.scale, dy.scale), params)[0]
+    return _reference(*_call(x, dy, sizes, out, rows))[0]
 
 
 def _wide(arrays: Arrays, dtype: Any) -> Arrays:
@@ -82,8 +92,8 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
 
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
-    tile = _grouped_primitives.forced_tile(gated=False, scales=Scales.OF_VECTORS)
-    return {"rows": np.int64(params.rows), "tile": tile}
+    tile = _grouped_primitives.forced_tile(gated=False, scales=params.scales)
+    return {"rows": np.int64(params.rows), "scales": np.int64(params.scales), "tile": tile}
 
 
 def _takes_in_bfloat16(call: Call, machine: Machine) -> Plan | None:

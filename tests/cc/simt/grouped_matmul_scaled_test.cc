@@ -158,8 +158,9 @@ TEST(Quantizes) {
 // Of the columns of a group's blocks, all count; those of no group are no numbers.
 template <typename Out>
 void WeightGradient(int64_t m, int64_t k, int64_t n, const std::vector<int32_t>& sizes,
-                    TileChoice tile, uint32_t seed) {
+                    TileChoice tile, uint32_t seed, Scales scales = Scales::kOfVectors) {
   std::mt19937 random(seed);
+  const bool of_blocks = scales == Scales::kOfBlocks;
   const auto groups = static_cast<int64_t>(sizes.size());
   const int64_t blocks = MostGroupBlocks(m, groups, kScaleBlock), columns = blocks * kScaleBlock;
   Array<__nv_fp8_e4m3> x(k * columns), dy(n * columns);
@@ -183,9 +184,15 @@ void WeightGradient(int64_t m, int64_t k, int64_t n, const std::vector<int32_t>&
   };
   draw(k, &x, &x_scale);
   draw(n, &dy, &dy_scale);
+  if (of_blocks) {
+    dy_scale = RandomArray<float>(random, CeilDiv<int64_t>(n, kScaleBlock) * blocks);
+    for (int64_t i = 0; i < dy_scale.size(); ++i) {
+      if (i % blocks >= used) dy_scale.data[i] = NAN;
+    }
+  }
   Array<Out> dw(groups * k * n);
   GroupedMatmulDwParams p{m, k, n, groups, DType::kF8E4M3FN, simt::kDTypeOf<Out>, tile};
-  p.scales = Scales::kOfVectors;
+  p.scales = scales;
   EXPECT_EQ(WhyNoGroupedMatmulDwScaledKernel(p), std::string());
   const GroupedMatmulDwArrays arrays{x.get(),  dy.get(),      sizes.data(),
                                      dw.get(), x_scale.get(), dy_scale.get()};
@@ -200,7 +207,8 @@ void WeightGradient(int64_t m, int64_t k, int64_t n, const std::vector<int32_t>&
       for (int64_t r = block * kScaleBlock; r < (block + 1) * kScaleBlock; ++r) {
         sum.Add(x[of_x * columns + r] * dy[of_dy * columns + r]);
       }
-      sum = sum * simt::Sum(x_scale[block * k + of_x] * dy_scale[block * n + of_dy]);
+      const int64_t at = of_blocks ? of_dy / kScaleBlock * blocks + block : block * n + of_dy;
+      sum = sum * simt::Sum(x_scale[block * k + of_x] * dy_scale[at]);
       total.value += sum.value;
       total.size += sum.size;
     }
@@ -218,6 +226,11 @@ TEST(WeightGradient) {
     WeightGradient<float>(300, 144, 272, {7, 257, 30}, {128, 1}, seed++);
     WeightGradient<__nv_bfloat16>(300, 144, 272, {7, 257, 30}, {128, 2}, seed++);
     WeightGradient<__nv_bfloat16>(9, 48, 16, {0, 1, 0, 8}, {128, 1}, seed++);
+    const std::vector<int32_t> few = {140, 0, 300, 20};
+    WeightGradient<__nv_bfloat16>(700, 272, 400, few, {192, 2}, seed++, Scales::kOfBlocks);
+    WeightGradient<float>(700, 272, 400, few, {256, 2}, seed++, Scales::kOfBlocks);
+    WeightGradient<float>(700, 144, 272, few, {128, 1}, seed++, Scales::kOfBlocks);
+    WeightGradient<__nv_bfloat16>(700, 144, 272, few, {128, 2}, seed++, Scales::kOfBlocks);
   }
   // More groups than lanes; sizes of too many rows are cut off.
   std::vector<int32_t> many(40);

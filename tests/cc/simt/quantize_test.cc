@@ -271,7 +271,7 @@ TEST(QuantisedAgain) {
 // T: e4m3 for what is quantised again. Rows past the last group are no numbers.
 template <typename T>
 void CheckGroups(const std::vector<int32_t>& sizes, int64_t rows, int64_t columns, bool copy,
-                 bool fill, uint32_t seed) {
+                 bool fill, uint32_t seed, int32_t of_block = 1) {
   constexpr DType kValues = DType::kF8E4M3FN;
   constexpr bool kAgain = std::is_same_v<T, __nv_fp8_e4m3>;
   std::mt19937 random(seed);
@@ -285,8 +285,8 @@ void CheckGroups(const std::vector<int32_t>& sizes, int64_t rows, int64_t column
   for (int64_t i = 0; i < total * columns; ++i) x.data[i] = static_cast<T>(8 * normal(random));
   if (seed % 3 == 0) x.data[total * columns / 3] = static_cast<T>(kNaN);
 
-  QuantizeParams p{1,    rows, columns,           {1, 128}, copy,
-                   true, true, simt::kDTypeOf<T>, kValues,  kAgain};
+  const QuantizeBlock block{of_block, 128};
+  QuantizeParams p{1, rows, columns, block, copy, true, true, simt::kDTypeOf<T>, kValues, kAgain};
   p.groups = static_cast<int64_t>(sizes.size());
   p.fill = fill;
   const int64_t across = p.TransposedColumns(), blocks = across / 128, tiles = of_x.size() / rows;
@@ -316,7 +316,7 @@ void CheckGroups(const std::vector<int32_t>& sizes, int64_t rows, int64_t column
   const auto meant = [&](int64_t r, int64_t k) {
     return static_cast<float>(x.data[r * columns + k]) * of_x.data[r * tiles + k / 128];
   };
-  const Case c{1, columns, across, {1, 128}, true, false, false, true};
+  const Case c{1, columns, across, block, true, false, false, true};
   const Exact<kValues> want(
       c, columns, across,
       [&](int64_t k, int64_t r) { return row_of[r] < 0 ? 0.0f : meant(row_of[r], k); }, nullptr);
@@ -330,8 +330,9 @@ void CheckGroups(const std::vector<int32_t>& sizes, int64_t rows, int64_t column
     const bool is_written = fill || row_of[i % across] != -2;
     wrong += is_written ? !Same<kValues>(turned.data[i], want.values[i]) : turned.data[i] != 0xff;
   }
-  for (int64_t i = 0; i < columns * blocks; ++i) {
-    const float got = turned_scale.data[i % blocks * columns + i / blocks], s = want.scale[i];
+  for (int64_t i = 0; i < turned_scale.size(); ++i) {
+    const int64_t at = of_block == 1 ? i % blocks * columns + i / blocks : i;
+    const float got = turned_scale.data[at], s = want.scale[i];
     const bool is_written = fill || row_of[i % blocks * 128] != -2;
     wrong += !is_written ? !is_poison(got) : std::isnan(s) ? !std::isnan(got) : got != s;
   }
@@ -356,6 +357,8 @@ TEST(GroupsBeginBlocks) {
   CheckGroups<float>(few, 300, 144, /*copy=*/true, /*fill=*/false, 3);
   CheckGroups<__nv_fp8_e4m3>(few, 300, 272, /*copy=*/false, /*fill=*/false, 4);
   CheckGroups<__nv_fp8_e4m3>({0, 5, 0}, 5, 16, /*copy=*/false, /*fill=*/true, 6);
+  CheckGroups<__nv_fp8_e4m3>(few, 300, 272, /*copy=*/false, /*fill=*/false, 9, /*of_block=*/128);
+  CheckGroups<__nv_bfloat16>(few, 279, 144, /*copy=*/false, /*fill=*/true, 10, /*of_block=*/128);
   // More groups than lanes, and sizes that make no sense.
   std::vector<int32_t> many(70);
   for (size_t i = 0; i < many.size(); ++i) many[i] = static_cast<int32_t>(i * i % 11);
