@@ -39,7 +39,7 @@ from jflux import _native
 from jflux._call import tuning_tables
 from jflux._ops import _quantize_groups
 from jflux._ops._scaled import Scales
-from jflux._ops.products import _grouped_dw_scaled, _grouped_primitives
+from jflux._ops.products import _grouped_by_recipe, _grouped_dw_scaled, _grouped_primitives
 from jflux._tools import trials
 
 #: (tokens, width, experts, choices, hidden).
@@ -144,6 +144,7 @@ def main() -> int:
     options.add_argument("--parts", default="kernels,layer")
     options.add_argument("--rounds", type=int, default=7)
     args = options.parse_args()
+    _grouped_by_recipe._LEAST_ROWS = 1  # which this is to find
     parts = {"kernels": kernels, "layer": layer}
     for case in args.cases.split(","):
         for part in args.parts.split(","):

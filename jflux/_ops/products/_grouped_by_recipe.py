@@ -21,9 +21,10 @@ from .._scaled import Scaled
 from . import _by_recipe, _grouped_dw_scaled, _grouped_primitives, _grouped_scaled
 from ._product import PRODUCT
 
-#: The rows of a group, on average, from which a weight gradient is a product of 8 bits: 64 zeros
-#: are multiplied with them. An estimate; kernels of 16 bits should be faster up to 110.
-_LEAST_ROWS = 256
+#: The rows of a group, on average, from which a weight gradient is a product of 8 bits. Not
+#: measured, an estimate: of few k-blocks the end of a tile takes what they gain, and half a block
+#: of zeros is multiplied with each group's rows (docs/experiments/0056-eight-bits.md).
+_LEAST_ROWS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
