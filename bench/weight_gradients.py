@@ -11,6 +11,7 @@ One line for each contestant, all in turns. `kernels`:
     copy, turn dy     dy's copy and its transpose, in one pass
     copy dy, turn sq  the copy, and its transpose by squares
     copy dy           the copy alone
+    dense dy          the copy and the transpose of rows without groups
     widen x           x's copy in bfloat16, which dw 16 needs by a recipe
 
 `layer`, forward and backward, of jflux.nn.mixture:
@@ -97,6 +98,7 @@ def kernels(case: tuple[int, ...]) -> dict[str, Callable[[], None]]:
         "copy, turn dy": repeated(_quantize_groups.quantized, dy, sizes),
         "copy dy, turn sq": repeated(squares, dy, sizes),
         "copy dy": repeated(form.quantize, dy),
+        "dense dy": repeated(functools.partial(form.quantize, transpose=True), dy),
         "widen x": repeated(lambda x: x.dequantize(jnp.bfloat16), kept),
     }
 

@@ -74,8 +74,8 @@ ffi::Error DwCuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::Remainin
     return no_fit;
   }
   const auto shape = dw->dimensions();
-  GroupedMatmulDwParams p{a.rows, shape[1], shape[2], shape[0], *dtype, *out_dtype};
-  p.tile = TileChoiceOf(a.tile);
+  GroupedMatmulDwParams p{
+      a.rows, shape[1], shape[2], shape[0], *dtype, *out_dtype, TileChoiceOf(a.tile)};
   p.scales = static_cast<Scales>(a.scales);
   const int64_t blocks = MostGroupBlocks(p.m, p.groups, kScaleBlock);
   GroupedMatmulDwArrays arrays{x.untyped_data(), dy.untyped_data(),
