@@ -122,6 +122,59 @@ def test_sums_of_products_and_a_residual():
     assert sorted(found.before) == ["add", "add", "dot_general", "dot_general", "reduce_scatter"]
 
 
+@pytest.mark.parametrize("summed", ["scatter", "psum"])
+def test_a_residual_in_a_wider_type(summed):
+    def f(x, w, r):
+        y = scatter(x @ w) if summed == "scatter" else lax.psum(x @ w, "tp")
+        r = r[:, : y.shape[1]] if summed == "scatter" else lax.psum(r, "tp")
+        total = (y.astype(jnp.float32) + r.astype(jnp.float32)).astype(jnp.bfloat16)
+        return lax.pcast(total, "tp", to="varying") if summed == "psum" else total
+
+    args = [normal(*s, dtype=jnp.bfloat16) for s in ((2, 4, 8), (8, 6), (2, 4, 6))]
+    plain = of_ranks(f, *args)
+    fused = jflux.fuse(plain)
+    (found,) = [one for one in fused.report(*args).taken if "dot_general" in one.before]
+    assert "add" in found.before
+
+    def both(f):
+        def loss(*args):
+            y = f(*args).astype(jnp.float32)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*args)
+
+    for exact, got in zip(*map(jax.tree.leaves, (both(plain), both(fused))), strict=True):
+        np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (got, exact)), 2e-2, 2e-2)
+
+
+def _sum_is_used(y, r):
+    total = y.astype(jnp.float32) + r.astype(jnp.float32)
+    return total.astype(jnp.bfloat16), jnp.sin(total)
+
+
+def _stays_wide(y, r):
+    return y.astype(jnp.float32) + r.astype(jnp.float32)
+
+
+def _no_cast(y, r):
+    return (y.astype(jnp.float32) + jnp.sin(r.astype(jnp.float32))).astype(jnp.bfloat16)
+
+
+def _with_itself(y, r):
+    wide = y.astype(jnp.float32)
+    return (wide + wide).astype(jnp.bfloat16) + r
+
+
+@pytest.mark.parametrize("after", [_sum_is_used, _stays_wide, _no_cast, _with_itself])
+def test_wider_sums_that_are_no_residual(after):
+    args = [normal(*s, dtype=jnp.bfloat16) for s in ((2, 4, 8), (8, 6), (2, 2, 6))]
+    plain = of_ranks(lambda x, w, r: after(scatter(x @ w), r), *args)
+    fused = jflux.fuse(plain)
+    assert "added=()" in str(jax.make_jaxpr(fused)(*args))
+    for exact, got in zip(*map(jax.tree.leaves, (plain(*args), fused(*args))), strict=True):
+        np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (got, exact)), 2e-2, 2e-2)
+
+
 def test_a_residual_of_a_sum_for_all_ranks():
     def f(x, w, r):
         same_on_all = lax.pmax(r, "tp") if False else lax.psum(r, "tp")

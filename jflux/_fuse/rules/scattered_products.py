@@ -27,8 +27,7 @@ def find(body: Body, index: int, context: Context) -> Site | Declined | None:
     members = (index, *total.members)
     residual = summands.added(body, result, members, context)
     if residual is not None:
-        members = (*members, residual[0])
-        (result,) = body.equations[residual[0]].outvars
+        members, result = (*members, *residual.members), residual.result
     ranks, layout = context.ranks(names), total.terms[0].layout
     factors, (dimension,) = [Fraction(1, ranks)], layout.axes
 
@@ -42,7 +41,7 @@ def find(body: Body, index: int, context: Context) -> Site | Declined | None:
         return [reshaped(layout.of_result(y, factors), type_of(result).shape)]
 
     aval = type_of(equation.outvars[0])
-    inputs = total.inputs if residual is None else (*total.inputs, residual[1])
+    inputs = total.inputs if residual is None else (*total.inputs, residual.array)
     return Site(
         OP, index, members, inputs, (result,), call,
         hidden=(ranks - 1) * aval.size * aval.dtype.itemsize,

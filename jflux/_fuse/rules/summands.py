@@ -310,19 +310,66 @@ def _layout(
     return Layout(sizes, dimensions, n, taken, tuple(moved))
 
 
-def added(
-    body: Body, result: Var, members: Sequence[int], context: Context
-) -> tuple[int, Atom] | None:
-    """(the equation that adds an array of the result's type and shape to it, that array)."""
+@dataclasses.dataclass(frozen=True)
+class Added:
+    """An array that is added to a collective's result.
+
+    Attributes:
+      members: the equations that add it.
+      array: it, of the result's type and shape.
+      result: the sum.
+    """
+
+    members: tuple[int, ...]
+    array: Atom
+    result: Var
+
+
+def added(body: Body, result: Var, members: Sequence[int], context: Context) -> Added | None:
+    """What is added to a result, in its type, or in a wider one to which both are cast, if the sum
+    is cast back."""
+    found = _added(body, result, context) or _added_wide(body, result, context)
+    if found is None or isinstance(found.array, Literal) or found.array is result:
+        return None
+    one, other = type_of(found.array), type_of(result)
+    same = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return None if not same or context.depend_on([found.array], members) else found
+
+
+def _added(body: Body, result: Var, context: Context) -> Added | None:
+    """The array that the only user of the result adds to it."""
     user = body.only_user(result)
     if user is None or body.equations[user].primitive.name not in ADDS or not context.is_free(user):
         return None
     one, other = body.equations[user].invars
-    residual = other if one is result else one
-    if isinstance(residual, Literal) or residual is result:
+    return Added((user,), other if one is result else one, body.equations[user].outvars[0])
+
+
+def _added_wide(body: Body, result: Var, context: Context) -> Added | None:
+    """The same through casts: ``(wide(result) + wide(array))``, cast to the result's type."""
+    before = _cast(body, body.only_user(result), context)
+    if before is None:
         return None
-    one_type, other_type = type_of(residual), type_of(result)
-    same = (one_type.shape, one_type.dtype) == (other_type.shape, other_type.dtype)
-    if not same or context.depend_on([residual], members):
+    (wide,) = body.equations[before].outvars
+    dtype, wider = (np.dtype(type_of(var).dtype) for var in (result, wide))
+    if not (_is_float(dtype) and _is_float(wider) and wider.itemsize > dtype.itemsize):
         return None
-    return user, residual
+    found = _added(body, wide, context)
+    if found is None:
+        return None
+    after = _cast(body, body.only_user(found.result), context)
+    # Others may need the array's cast too.
+    source = _cast(body, body.made_by(found.array), context)
+    if after is None or source is None:
+        return None
+    (array,), (total,) = body.equations[source].invars, body.equations[after].outvars
+    if np.dtype(type_of(total).dtype) != dtype:
+        return None
+    return Added((before, *found.members, after), array, total)
+
+
+def _cast(body: Body, index: int | None, context: Context) -> int | None:
+    """The equation, if it is a cast that no site has."""
+    if index is None or body.equations[index].primitive.name != "convert_element_type":
+        return None
+    return index if context.is_free(index) else None

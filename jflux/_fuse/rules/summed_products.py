@@ -64,8 +64,7 @@ def find(body: Body, index: int, context: Context) -> Site | Declined | None:
     if equation.primitive.name == "psum_invariant":  # else ranks may add what differs
         residual = summands.added(body, result, members, context)
     if residual is not None:
-        members = (*members, residual[0])
-        (result,) = body.equations[residual[0]].outvars
+        members, result = (*members, *residual.members), residual.result
     ranks, layout = context.ranks(names), total.terms[0].layout
     are_rows = layout.taken[-1:] == (layout.columns,)
     norm = norms.find(body, result, context) if are_rows else None
@@ -86,7 +85,7 @@ def find(body: Body, index: int, context: Context) -> Site | Declined | None:
         return [reshaped(layout.of_result(y, ()), type_of(result).shape) for y in ys]
 
     aval = type_of(equation.outvars[0])
-    inputs = total.inputs if residual is None else (*total.inputs, residual[1])
+    inputs = total.inputs if residual is None else (*total.inputs, residual.array)
     inputs = inputs if norm is None else (*inputs, *norm.factors)
     return Site(
         OP, index, members, inputs, outputs, call,
