@@ -59,6 +59,51 @@ def test_contestants_agree(model, part):
             np.testing.assert_allclose(got[0], x + h @ w["down"], rtol=1e-3, atol=1e-3)
 
 
+def _calls(body):
+    """Of a step's jaxpr: the products, with their types and what the arguments among their operands
+    are, and the additions of whole arrays."""
+    arguments = {var: i for i, var in enumerate(body.invars)}
+    for equation in body.eqns:
+        name, params = equation.primitive.name, equation.params.get("params")
+        types = [v.aval.str_short() for v in (*equation.invars, *equation.outvars)]
+        if name.startswith("jflux_"):
+            yield name, str(params), types, [arguments.get(v) for v in equation.invars]
+        elif name == "dot_general":
+            yield name, sorted(str(sorted(v.aval.shape)) for v in equation.invars)
+        elif (
+            name in ("add", "add_any")
+            and body.invars[0].aval.shape == equation.outvars[0].aval.shape
+        ):
+            yield "add", types[-1]
+
+
+@pytest.mark.parametrize("model", [GATED, PLAIN], ids=lambda m: m.name)
+def test_what_is_fused_is_what_is_written_by_hand(model, monkeypatch):
+    """In 16 bits, in which XLA's functions add in float32: the same calls of the same arrays in the
+    same order, and no addition more."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")  # else cuDNN, with sizes of its own
+    shapes = {"x": ((TOKENS, model.width), P("tp", None)), **blocks.shapes_of(model, "block")}
+    given = {n: jax.ShapeDtypeStruct(shape, "bfloat16") for n, (shape, _) in shapes.items()}
+    specs = {n: spec for n, (_, spec) in shapes.items()}
+    x, x_spec = given.pop("x"), specs.pop("x")
+
+    def calls(name):
+        step = blocks.step_of(name, blocks.CONTESTANTS[name], model, "block")
+        f = jax.shard_map(
+            step, mesh=make_mesh((RANKS,)), in_specs=(x_spec, specs),
+            out_specs=(x_spec, x_spec, specs), check_vma=False,
+        )  # fmt: skip
+        (mapped,) = jax.make_jaxpr(f)(x, given).eqns
+        return list(_calls(mapped.params["jaxpr"]))
+
+    def of_jflux(found):
+        return [call for call in found if call[0].startswith("jflux_")]
+
+    written, fused = calls("jflux"), calls("fused")
+    assert len(of_jflux(written)) == 8 and of_jflux(fused) == of_jflux(written)
+    assert sorted(map(repr, fused)) == sorted(map(repr, written))
+
+
 def test_a_row(monkeypatch, own_heap):
     own_heap()
     monkeypatch.setattr(blocks.trials, "iterations_for", lambda *_: 2)

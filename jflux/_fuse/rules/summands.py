@@ -206,7 +206,11 @@ def _leaves(
         elif any(type_of(one).shape != type_of(atom).shape for one in equation.invars):
             return "what is summed is not a product"
         else:
-            todo += [(operand, after) for operand in reversed(equation.invars)]
+            # JAX sums cotangents, by add_any, from the last use to the first. Here they come in the
+            # order of their uses, as in an op's own gradient: what memory XLA needs may depend on
+            # it.
+            operands = equation.invars if name == "add_any" else equation.invars[::-1]
+            todo += [(operand, after) for operand in operands]
     return leaves, members
 
 
