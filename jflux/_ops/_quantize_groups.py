@@ -99,15 +99,14 @@ def transposed(x: jax.Array | Scaled, sizes: jax.Array, form: Format = FORM) -> 
 
 
 def quantized(x: jax.Array, sizes: jax.Array, form: Format = FORM) -> tuple[Scaled, Transposed]:
-    """(x by `FORM`, of which rows of no group may be anything; its transpose), x being read
-    once by `FORM`."""
+    """(x by `FORM`, of which rows of no group may be anything; its transpose by `form`), x being
+    read once."""
     # Where JAX looks for NaN, somebody has to write the copy's last rows.
-    if form == FORM and not local_ops.fills_unread():
-        copy, turned = _bound(x, sizes, form, copy=True)
-        assert copy is not None
-        return copy, turned
-    copy = FORM.quantize(x)
-    return copy, transposed(copy, sizes, form)
+    if local_ops.fills_unread():
+        return FORM.quantize(x), transposed(x, sizes, form)
+    copy, turned = _bound(x, sizes, form, copy=True)
+    assert copy is not None
+    return copy, turned
 
 
 def _bound(
@@ -140,7 +139,8 @@ def _in_lax(arrays: Arrays, params: Params) -> list[jax.Array]:
     taken = jnp.take(wide, row, axis=0, mode="clip")
     taken = jnp.where(is_there[:, None], taken, 0)
     values, of_blocks, _ = _quantize._of_one(taken.T, None, params.plain)
-    copy = _quantize._of_one(wide, None, params.plain)[:2] if params.copy else ()
+    of_rows = dataclasses.replace(params.plain, block=FORM.block)
+    copy = _quantize._of_one(wide, None, of_rows)[:2] if params.copy else ()
     return [*copy, values, of_blocks.T if params.form == FORM else of_blocks]
 
 
@@ -183,7 +183,7 @@ _primitive = make_primitive(
                 _quantize.OP,
                 why_not=_why_not,
                 attributes=_attributes,
-                checked_on_gpus=False,
+                checked_on_gpus=True,
                 on_cpus=False,
                 is_optional=True,
             ),

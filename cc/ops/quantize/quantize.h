@@ -63,7 +63,7 @@ inline bool IsQuantizeSource(int64_t number) { return 0 <= number && number <= 4
 
 struct QuantizeParams {
   int64_t stack, rows, columns;  // of x
-  QuantizeBlock block;           // of x, and of its transpose
+  QuantizeBlock block;           // of x, and of its transpose: BlockOf()
   bool copy, transpose;          // which are results
   bool power_of_two;
   DType dtype;         // of x
@@ -71,14 +71,18 @@ struct QuantizeParams {
   bool again = false;  // x has a scale; a block has 128 columns, and one or 128 rows
   QuantizeSource source = QuantizeSource::kGiven;
   Activation activation = Activation::kNone;
-  // If not 0, the rows of x are those of so many groups, one group after the other, in blocks of
-  // {1, 128}, or of {128, 128} without a copy. In the transpose each group begins a block of 128:
+  // If not 0, the rows of x are those of so many groups, one group after the other. The copy has
+  // blocks of {1, 128}, the transpose these or {128, 128}. In it each group begins a block of 128:
   // what fills up a group's last block are zeros. Scales of {1, 128} are [blocks, columns], as
   // products read them. Rows of no group are not read, nor written in the copy; blocks of no group
   // are not written, or zeros with `fill`.
   int64_t groups = 0;
   bool fill = false;
 
+  // Of x's copy, or of the transpose.
+  JFLUX_HD constexpr QuantizeBlock BlockOf(bool transposed) const {
+    return transposed || groups == 0 ? block : QuantizeBlock{1, kQuantizeTile};
+  }
   constexpr bool IsPair() const {
     return source == QuantizeSource::kGradients || source == QuantizeSource::kPair;
   }
@@ -90,14 +94,14 @@ struct QuantizeParams {
   }
   // Of all copies, and of the transpose of one.
   constexpr int64_t Scales() const {
-    return stack * block.Scales(rows, columns) * (IsPair() ? 2 : 1);
+    return stack * BlockOf(false).Scales(rows, columns) * (IsPair() ? 2 : 1);
   }
   // The columns of the transpose, and its scales.
   constexpr int64_t TransposedColumns() const {
     return groups == 0 ? rows : kQuantizeTile * MostGroupBlocks(rows, groups, kQuantizeTile);
   }
   constexpr int64_t TransposedScales() const {
-    return stack * block.Scales(columns, TransposedColumns());
+    return stack * BlockOf(true).Scales(columns, TransposedColumns());
   }
   constexpr int64_t Maxima() const {
     return HasMaxima() ? (copy ? Scales() : 0) + (transpose ? TransposedScales() : 0) : 0;

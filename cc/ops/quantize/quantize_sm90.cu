@@ -351,7 +351,7 @@ struct ScalePlace {
   __device__ __forceinline__ ScalePlace(const QuantizeArgs& args, const Tile& tile, bool transposed,
                                         int at, int part = 0) {
     const Side& side = args.sides[transposed];
-    const QuantizeBlock& block = args.params.block;
+    const QuantizeBlock block = args.params.BlockOf(transposed);
     const int down = transposed ? tile.across : tile.down;
     const int across = transposed ? tile.down : tile.across;
     is_there = at < (transposed ? tile.columns : tile.rows);
@@ -365,21 +365,22 @@ struct ScalePlace {
   }
 };
 
-// The largest magnitudes of a tile's rows and columns, or of all of it, into shared memory.
+// The largest magnitudes of a tile's rows, of its columns, or of all of it, as far as the scales of
+// the copy and of the transpose need them, into shared memory.
 template <typename T>
 __device__ __forceinline__ void FindMaxima(const QuantizeParams& p, const ChunksOfThread<T>& x,
                                            TileStorage& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const bool of_rows = p.copy && p.BlockOf(false).rows == 1;
+  const bool of_tile = (p.copy && p.BlockOf(false).rows != 1) || (p.transpose && p.block.rows != 1);
   uint32_t all = 0;
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) {
 #pragma unroll
     for (int j = 0; j < kRowsOfQuad; ++j) {
       uint32_t most = x[i][j].Largest();
-      if (p.block.rows != 1) {
-        all = MaxWord(all, most);
-        continue;
-      }
+      if (of_tile) all = MaxWord(all, most);
+      if (!of_rows) continue;
 #pragma unroll
       for (int step = 1; step < kChunksOfTile; step *= 2) {
         most = MaxWord(most, __shfl_xor_sync(0xffffffff, most, step));
@@ -387,10 +388,11 @@ __device__ __forceinline__ void FindMaxima(const QuantizeParams& p, const Chunks
       if (lane % kChunksOfTile == 0) shared.row_maxima[Row(i, j)] = Chunk<T>::Wide(most);
     }
   }
-  if (p.block.rows != 1) {
+  if (of_tile) {
     all = __reduce_max_sync(0xffffffff, all);
     if (lane == 0) shared.tile_maxima[warp] = Chunk<T>::Wide(all);
-  } else if (p.transpose) {
+  }
+  if (p.transpose && p.block.rows == 1) {
     uint32_t maxima[kChunk];
 #pragma unroll
     for (int w = 0; w < Chunk<T>::kWords; ++w) {
@@ -488,12 +490,13 @@ __device__ __forceinline__ void QuantizeTile(const QuantizeArgs& args, const Til
   if (args.pass != Pass::kRound && args.pass != Pass::kRepair) {
     FindMaxima<T>(p, x, shared);
     __syncthreads();
-    if (p.block.rows == 1 && transposed == 0) {
+    const bool is_of_one = p.BlockOf(transposed).rows == 1;
+    if (has_scale && is_of_one && transposed == 0) {
       magnitude = shared.row_maxima[at];
     } else if (has_scale) {
       for (int w = 0; w < kWarps; ++w) {
-        magnitude = MaxWord(
-            magnitude, p.block.rows == 1 ? shared.column_maxima[w][at] : shared.tile_maxima[w]);
+        magnitude =
+            MaxWord(magnitude, is_of_one ? shared.column_maxima[w][at] : shared.tile_maxima[w]);
       }
     }
   }
@@ -711,9 +714,8 @@ bool LaunchQuantize(const QuantizeParams& p, const QuantizeArrays& arrays, cudaS
       (is_given || (is_plain && p.block.columns == kTile && arrays.scale == nullptr)) &&
       (!p.IsPair() || p.columns % kTile == 0) && (p.copy || arrays.losses == nullptr) &&
       (p.transpose ? !is_pair : p.copy) &&
-      (p.groups == 0 ||
-       (is_given && is_plain && p.transpose && arrays.scale == nullptr &&
-        (p.block.rows == 1 || (p.block.rows == kTile && !p.copy)) && p.block.columns == kTile));
+      (p.groups == 0 || (is_given && is_plain && p.transpose && arrays.scale == nullptr &&
+                         (p.block.rows == 1 || p.block.rows == kTile) && p.block.columns == kTile));
   if (!takes || !Has(kQuantizeFormats.results, p.values_dtype) ||
       p.columns % kQuantizeMultiple != 0 ||
       (p.transpose && p.TransposedColumns() % kQuantizeMultiple != 0) || p.block.columns == 1 ||
@@ -752,12 +754,13 @@ bool LaunchQuantize(const QuantizeParams& p, const QuantizeArrays& arrays, cudaS
     }
     return launch(kernels.rows, CeilDiv<int64_t>(args.params.rows, kThreads / args.team), 0);
   }
-  const auto side = [&](int64_t rows, int64_t columns, int32_t tiles) {
-    return Side{p.block.Scales(rows, columns),
-                QuantizeBlock::Count(columns, p.block.columns) * tiles, tiles, tiles};
+  const auto side = [&](bool transposed, int64_t rows, int64_t columns, int32_t tiles) {
+    const QuantizeBlock block = p.BlockOf(transposed);
+    return Side{block.Scales(rows, columns), QuantizeBlock::Count(columns, block.columns) * tiles,
+                tiles, tiles};
   };
-  args.sides[0] = side(p.rows, p.columns, p.IsPair() ? 2 : 1);
-  args.sides[1] = side(p.columns, p.TransposedColumns(), 1);
+  args.sides[0] = side(false, p.rows, p.columns, p.IsPair() ? 2 : 1);
+  args.sides[1] = side(true, p.columns, p.TransposedColumns(), 1);
   if (p.groups != 0 && p.block.rows == 1) {
     args.sides[1].down = 1;
     args.sides[1].across = p.columns;

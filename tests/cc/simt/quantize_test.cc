@@ -337,7 +337,9 @@ void CheckGroups(const std::vector<int32_t>& sizes, int64_t rows, int64_t column
     wrong += !is_written ? !is_poison(got) : std::isnan(s) ? !std::isnan(got) : got != s;
   }
   if (copy) {
-    const Exact<kValues> rows_of_groups(c, total, columns, meant, nullptr);
+    Case of_copy = c;
+    of_copy.block = {1, 128};
+    const Exact<kValues> rows_of_groups(of_copy, total, columns, meant, nullptr);
     for (int64_t i = 0; i < rows * columns; ++i) {
       wrong += i < total * columns ? !Same<kValues>(values.data[i], rows_of_groups.values[i])
                                    : values.data[i] != 0xff;
@@ -359,6 +361,8 @@ TEST(GroupsBeginBlocks) {
   CheckGroups<__nv_fp8_e4m3>({0, 5, 0}, 5, 16, /*copy=*/false, /*fill=*/true, 6);
   CheckGroups<__nv_fp8_e4m3>(few, 300, 272, /*copy=*/false, /*fill=*/false, 9, /*of_block=*/128);
   CheckGroups<__nv_bfloat16>(few, 279, 144, /*copy=*/false, /*fill=*/true, 10, /*of_block=*/128);
+  CheckGroups<__nv_bfloat16>(few, 300, 272, /*copy=*/true, /*fill=*/false, 11, /*of_block=*/128);
+  CheckGroups<float>(few, 279, 144, /*copy=*/true, /*fill=*/true, 12, /*of_block=*/128);
   // More groups than lanes, and sizes that make no sense.
   std::vector<int32_t> many(70);
   for (size_t i = 0; i < many.size(); ++i) many[i] = static_cast<int32_t>(i * i % 11);
