@@ -47,7 +47,10 @@ def gradients(
     sums: Sequence[jax.Array], dy: jax.Array, sizes: jax.Array, params: Epilogue
 ) -> list[jax.Array]:
     """Those of the sums, from that of y. Rows of no group may be anything."""
-    return list(_primitive.bind(dy.astype(sums[0].dtype), *sums, sizes, params=params))
+    dy = dy.astype(sums[0].dtype)
+    if local_ops.fills_unread():  # the kernel leaves those rows as they are
+        return _reference([dy, *sums, sizes], params)
+    return list(_primitive.bind(dy, *sums, sizes, params=params))
 
 
 def _of_sums(params: Epilogue, *operands: Any) -> Sequence[jax.Array]:
