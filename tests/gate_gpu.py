@@ -66,7 +66,7 @@ def main() -> int:
             for fused in (True, False):
                 # A function of its own, since JAX keeps what it has lowered.
                 step = functools.partial(what, f, k)
-                with jflux.config(unchecked_kernels=True, fused=fused):
+                with jflux.config(fused=fused):
                     program = jax.jit(step).lower(every, ct).compile()
                 results[what, fused] = program(every, ct)
                 runs[what.__name__, fused] = trials.run_of(program, every, ct)

@@ -18,12 +18,6 @@ EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-18}
 SCALE = 2.5
 
 
-@pytest.fixture(autouse=True)
-def unchecked():
-    with jflux.config(unchecked_kernels=True):
-        yield
-
-
 def run(f, *operands, kernels):
     """f of the operands, whose program has these kernels on GPUs."""
     program = jax.jit(f).lower(*operands).compile()

@@ -253,7 +253,7 @@ def _op(name: str, shapes: Any, reference: Any, attributes: Any) -> Any:
                     name,
                     why_not=_why_not,
                     attributes=attributes,
-                    checked_on_gpus=False,
+                    checked_on_gpus=True,
                     on_cpus=False,
                     is_optional=True,
                 ),
