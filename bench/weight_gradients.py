@@ -9,16 +9,17 @@ One line for each contestant, all in turns. `kernels`:
     dw 8 sq, TILE     the same of a dy^T by squares of 128 x 128
     turn x            the transpose of x's copy in 8 bits
     copy, turn dy     dy's copy and its transpose, in one pass
-    copy dy, turn sq  the copy, and its transpose by squares
+    copy, turn dy sq  the same with a transpose by squares
     copy dy           the copy alone
     dense dy          the copy and the transpose of rows without groups
     widen x           x's copy in bfloat16, which dw 16 needs by a recipe
 
 `layer`, forward and backward, of jflux.nn.mixture:
 
-    bfloat16, block        as without this
-    dw 8, dw 8 sq          block with `unchecked_kernels`, by vectors and by squares of dy
-    dw 8 once, sq once     the same, with weights that were quantised before the step
+    bfloat16               without a recipe
+    block, dw 16           Recipe.block, whose dw is a product in bfloat16
+    block, block sq        Recipe.block, and with squares of dy for dw
+    block once, sq once    the same, with weights that were quantised before the step
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def kernels(case: tuple[int, ...]) -> dict[str, Callable[[], None]]:
     return runs | {
         "turn x": repeated(_quantize_groups.transposed, kept, sizes),
         "copy, turn dy": repeated(_quantize_groups.quantized, dy, sizes),
-        "copy dy, turn sq": repeated(squares, dy, sizes),
+        "copy, turn dy sq": repeated(squares, dy, sizes),
         "copy dy": repeated(form.quantize, dy),
         "dense dy": repeated(functools.partial(form.quantize, transpose=True), dy),
         "widen x": repeated(lambda x: x.dequantize(jnp.bfloat16), kept),
@@ -127,15 +128,14 @@ def layer(case: tuple[int, ...]) -> dict[str, Callable[[], None]]:
         return x, router, *(jax.jit(recipe.quantize_weight)(w) for w in (gate, up, down))
 
     contestants = {
-        "bfloat16": (None, False, plain), "block": (block, False, plain),
-        "dw 8": (block, True, plain), "dw 8 sq": (squares, True, plain),
-        "dw 8 once": (block, True, once(block)), "sq once": (squares, True, once(squares)),
+        "bfloat16": (None, plain), "block, dw 16": (dataclasses.replace(block, dw=None), plain),
+        "block": (block, plain), "block sq": (squares, plain),
+        "block once": (block, once(block)), "sq once": (squares, once(squares)),
     }  # fmt: skip
-    runs = {}
-    for name, (recipe, unchecked, args) in contestants.items():
-        with jflux.config(unchecked_kernels=unchecked):
-            runs[name] = repeated(functools.partial(step, recipe), *args)
-    return runs
+    return {
+        name: repeated(functools.partial(step, recipe), *args)
+        for name, (recipe, args) in contestants.items()
+    }
 
 
 def main() -> int:
@@ -150,8 +150,7 @@ def main() -> int:
     parts = {"kernels": kernels, "layer": layer}
     for case in args.cases.split(","):
         for part in args.parts.split(","):
-            with jflux.config(unchecked_kernels=part == "kernels"):
-                runs = parts[part](CASES[case])
+            runs = parts[part](CASES[case])
             for name, timing in trials.interleave(runs, CALLS, args.rounds).items():
                 ms = [f"{1e3 * t:8.3f}" for t in (timing.median, timing.low, timing.high)]
                 print(f"{case:14} {part:8} {name:18} {'  '.join(ms)}", flush=True)

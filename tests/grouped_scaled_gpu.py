@@ -202,11 +202,11 @@ def check_weight_gradient(seed: int) -> tuple[str, str, float]:
 
     lowered = jax.jit(quantize).lower(x, dy, of_groups)
     kernels = lowered.as_text().count("@jflux_quantize(")
-    if jax.default_backend() == "gpu" and kernels != (2 if form == own else 3):
+    if jax.default_backend() == "gpu" and kernels != 2:
         raise AssertionError(f"{kernels} kernels quantise")
     x_turned, copy, dy_turned = lowered.compile()(x, dy, of_groups)
     blocks = sum(-(-size // BLOCK) for size in sizes)
-    given = {"x": (x, own, x_turned), "dy": (dy if form == own else copy, form, dy_turned)}
+    given = {"x": (x, own, x_turned), "dy": (dy, form, dy_turned)}
     for of, (one, by, got) in given.items():
         again = isinstance(one, jflux.Scaled)
         params = _quantize_groups.Params(by, copy=False, again=again, fill=False)
@@ -241,7 +241,9 @@ def check_weight_gradient(seed: int) -> tuple[str, str, float]:
         first = last
         if group == poisoned and size > 0:
             continue
-        bound = (float(jnp.finfo(out).eps) / 2 + 2.0**-11) * (np.abs(a).T @ np.abs(b)) + 1e-30
+        # As in `check`, but rows differ in size, and the small ones of 32 lose more: a model of
+        # tensor cores that keep 13 bits of the largest term errs as they do, to two digits.
+        bound = (float(jnp.finfo(out).eps) / 2 + 2.0**-9) * (np.abs(a).T @ np.abs(b)) + 1e-30
         error = np.abs(dw[group].astype(np.float64) - a.T @ b) / bound
         if not np.isfinite(error).all():
             raise AssertionError(f"not finite in group {group}, {tile=}")

@@ -12,7 +12,6 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ..._call import plans
 from ..._call.derivatives import differentiated
 from .. import _quantize_groups, _scaled
 from .._quantize_groups import Transposed
@@ -21,10 +20,10 @@ from .._scaled import Scaled
 from . import _by_recipe, _grouped_dw_scaled, _grouped_primitives, _grouped_scaled
 from ._product import PRODUCT
 
-#: The rows of a group, on average, from which a weight gradient is a product of 8 bits. Not
-#: measured, an estimate: of few k-blocks the end of a tile takes what they gain, and half a block
-#: of zeros is multiplied with each group's rows (docs/experiments/0056-eight-bits.md).
-_LEAST_ROWS = 2048
+#: The rows of a group, on average, from which a weight gradient is a product of 8 bits: layers gain
+#: with 1024, and lose with 512 (docs/experiments/0056-eight-bits.md). Of few k-blocks the end of a
+#: tile takes what they gain, and half a block of zeros is multiplied with each group's rows.
+_LEAST_ROWS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,10 +201,7 @@ def _backward(
 
 
 def _sums_rows_in_8_bits(x: Scaled, dy: jax.Array, sizes: jax.Array, recipe: Recipe) -> bool:
-    """Whether the weight gradient of x and dy is a product of 8 bits. Until its kernels have run on
-    a GPU, ``jflux.config(unchecked_kernels=True)`` has to ask for them."""
-    if plans.why_unchecked(_grouped_dw_scaled.CHECKED_ON_GPUS):
-        return False
+    """Whether the weight gradient of x and dy is a product of 8 bits."""
     form, forms = _quantize_groups.FORM, (_quantize_groups.FORM, _quantize_groups.SQUARES)
     if recipe.dw is None or any(one not in forms for one in recipe.dw):
         return False

@@ -23,9 +23,6 @@ from ._grouped_primitives import DW
 
 NAME = "grouped_matmul_dw_scaled"
 
-#: Whether its kernels, and those of `_quantize_groups`, have run on a GPU and been compared there.
-CHECKED_ON_GPUS = False
-
 
 @dataclasses.dataclass(frozen=True)
 class Params:
@@ -120,7 +117,7 @@ _primitive = make_primitive(
                 NAME,
                 why_not=_why_not,
                 attributes=_attributes,
-                checked_on_gpus=CHECKED_ON_GPUS,
+                checked_on_gpus=True,
                 on_cpus=False,
                 is_optional=True,
             ),
