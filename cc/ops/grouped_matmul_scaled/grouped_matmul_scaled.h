@@ -13,7 +13,7 @@
 
 namespace jflux {
 
-inline constexpr OpId kGroupedMatmulScaledId{44}, kGroupedMatmulDwScaledId{46};
+inline constexpr OpId kGroupedMatmulScaledId{44}, kGroupedMatmulDwScaledId{48};
 inline constexpr OpFormats kGroupedScaledFormats{
     SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
     SetOf(DType::kF16, DType::kBF16, DType::kF32)};
