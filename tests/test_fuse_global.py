@@ -160,6 +160,30 @@ def test_constraints(layer):
     same(exact, jax.jit(jax.grad(_loss(fused), (0, 1)))(x, params), 1e-10)
 
 
+def test_weights_that_are_split_over_data_ranks_too():
+    """They are gathered before the calls (FSDP). What silu takes is split as what it makes."""
+    mesh = make_mesh((2, 2), AXES)
+    c = functools.partial(_constrained, mesh)
+
+    def layer(x, p):
+        h = c(jnp.sin(x), "dp", "tp", None)
+        y = c(jax.nn.silu(h @ p["gate"]) * (h @ p["up"]), "dp", None, "tp")
+        return x + c(y @ p["down"], "dp", "tp", None)
+
+    for both in (("tp", "dp"), "tp"):
+        k = "dp" if both == "tp" else None
+        specs = {"gate": P(k, both), "up": P(k, both), "down": P(both, k)}
+        shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+        shardings = (NamedSharding(mesh, P("dp", "tp", None)), shardings)
+        x, params = jax.device_put((normal(B, S, D, ranks=1)[0], _weights()), shardings)
+        plain = jax.jit(jax.grad(_loss(layer), (0, 1)), in_shardings=shardings)
+        fused = jflux.fuse(plain)
+        taken = [site for site in fused.report(x, params) if site.taken]
+        assert ops(taken) == ["all_gather_matmul", "matmul_reduce_scatter"] * 2
+        assert taken[0].before == ("dot_general", "dot_general")  # gate and up
+        same(plain(x, params), jax.jit(fused)(x, params), 1e-10)
+
+
 def test_what_is_not_known_is_said():
     mesh = make_mesh((2, 2), AXES)
 

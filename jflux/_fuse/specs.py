@@ -10,7 +10,7 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .bodies import Atom, Body, equations_of, type_of
+from .bodies import Atom, Body, equations_of, inner_bodies, type_of
 from .views import View
 
 #: The mesh axes of each dimension.
@@ -143,8 +143,9 @@ class Specs:
             name = equation.primitive.name
             if name in CONSTRAINTS:
                 self._set(equation.outvars[0], _constraint(equation, self.mesh))
-            elif name in ELEMENTWISE:
-                self._set(equation.outvars[0], self._of_operands(equation))
+            elif name in ELEMENTWISE or _is_elementwise(equation):
+                for result in equation.outvars:
+                    self._set(result, self._of_operands(equation))
             elif name == "dot_general":
                 if of_products:
                     self._set(equation.outvars[0], self._of_product(equation))
@@ -162,12 +163,13 @@ class Specs:
                 came_from = equation.params["permutation"]
                 before = (spec[came_from.index(i)] for i in range(len(spec)))
                 self._set(equation.invars[0], tuple(before))
-            if name not in CONSTRAINTS and name not in ELEMENTWISE:
+            if name not in (*CONSTRAINTS, *ELEMENTWISE) and not _is_elementwise(equation):
                 continue
-            (result,) = equation.outvars
-            spec = self.of(result)
-            for atom in equation.invars:
-                if isinstance(atom, Var) and type_of(atom).shape == type_of(result).shape:
+            shape = type_of(equation.outvars[0]).shape
+            known = (spec for var in equation.outvars if (spec := self.of(var)) is not None)
+            spec = next(known, None)
+            for atom in (*equation.invars, *equation.outvars):
+                if isinstance(atom, Var) and type_of(atom).shape == shape:
                     self._set(atom, spec)
 
     def _of_operands(self, equation: JaxprEqn) -> Spec | None:
@@ -197,6 +199,26 @@ class Specs:
             if spec is not None:
                 more = type_of(var).ndim - len(spec)  # all steps of a scan
                 self._set(var, (*((),) * more, *spec))
+
+
+def _is_elementwise(equation: JaxprEqn) -> bool:
+    """Whether it is a call, such as that of `jax.nn.silu`, of elementwise equations alone, whose
+    results have one shape."""
+    if equation.primitive.name not in ("jit", "closed_call", "custom_jvp_call"):
+        return False
+    ((_, (body,)),) = inner_bodies(equation)
+    shape = type_of(equation.outvars[0]).shape if equation.outvars else ()
+    inner = equations_of(body).eqns
+    results = (var for one in (equation, *inner) for var in one.outvars)
+    return all(type_of(var).shape in (shape, ()) for var in results) and all(
+        one.primitive.name in ELEMENTWISE or _fills(one) or _is_elementwise(one) for one in inner
+    )
+
+
+def _fills(equation: JaxprEqn) -> bool:
+    """Whether it makes an array of a scalar."""
+    is_broadcast = equation.primitive.name == "broadcast_in_dim"
+    return is_broadcast and type_of(equation.invars[0]).shape == ()
 
 
 def natural(equation: JaxprEqn, lhs: Spec, rhs: Spec) -> Spec:

@@ -5,6 +5,7 @@ other rules find the op."""
 from __future__ import annotations
 
 import dataclasses
+import os.path
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -56,12 +57,11 @@ def _needs(equation: JaxprEqn, specs: Specs) -> Needs | str | None:
     wanted = [list(spec) for spec in given if spec is not None]
     summed: tuple[Any, ...] = ()
     for i, j in zip(*contracted, strict=True):
-        if wanted[0][i] == wanted[1][j]:
-            summed += wanted[0][i]
-        elif wanted[0][i] and wanted[1][j]:
+        both = _common(wanted[0][i], wanted[1][j])
+        if wanted[0][i] and wanted[1][j] and not both:
             return "its operands are split differently where they are contracted"
-        else:  # one is gathered, before the call
-            wanted[0][i] = wanted[1][j] = ()
+        wanted[0][i] = wanted[1][j] = both  # one may be gathered, before the call
+        summed += both
     if any(wanted[0][i] != wanted[1][j] for i, j in zip(*batch, strict=True)):
         return "its operands are split differently along batch dimensions"
     as_it_is = natural(equation, tuple(wanted[0]), tuple(wanted[1]))
@@ -69,19 +69,28 @@ def _needs(equation: JaxprEqn, specs: Specs) -> Needs | str | None:
     for side in (0, 1):
         free = range(len(wanted[side]))
         places += [(side, i) for i in free if i not in (*contracted[side], *batch[side])]
-    gathered, scattered = None, None
+    gathers: list[tuple[int, int, tuple[Any, ...]]] = []
+    scattered = None
     for at, (has, wants, (side, i)) in enumerate(zip(as_it_is, result, places, strict=True)):
         if has == wants:
             continue
-        if has[: len(wants)] == wants and gathered is None and i not in batch[side]:
-            gathered = side, i, has[len(wants) :]
+        if has[: len(wants)] == wants and i not in batch[side]:
+            gathers.append((side, i, has[len(wants) :]))
             wanted[side][i] = wants
         elif wants[: len(has)] == has and set(wants[len(has) :]) == set(summed):
             scattered, summed = at, wants[len(has) :]
         else:
             return "its result is split in another way than its operands"
     operands = tuple(wanted[0]), tuple(wanted[1])
+    # Of several gathers the one beside the product is that of the larger array. Others, as those of
+    # weights that are split over data-parallel ranks (FSDP), come before the call.
+    gathered = max(gathers, key=lambda one: type_of(equation.invars[one[0]]).size, default=None)
     return Needs(operands, gathered, summed, scattered, result)
+
+
+def _common(one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The axes with which both begin."""
+    return tuple(os.path.commonprefix([one, other]))
 
 
 @dataclasses.dataclass(frozen=True)
