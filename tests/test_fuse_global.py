@@ -8,6 +8,7 @@ import pytest
 from fused import normal, ops, same
 from harness import PLATFORM, make_mesh
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -168,7 +169,7 @@ def test_weights_that_are_split_over_data_ranks_too():
     def layer(x, p):
         h = c(jnp.sin(x), "dp", "tp", None)
         y = c(jax.nn.silu(h @ p["gate"]) * (h @ p["up"]), "dp", None, "tp")
-        return x + c(y @ p["down"], "dp", "tp", None)
+        return x + c(checkpoint_name(y @ p["down"], "down"), "dp", "tp", None)
 
     for both in (("tp", "dp"), "tp"):
         k = "dp" if both == "tp" else None

@@ -9,6 +9,7 @@ import pytest
 from fused import N, check, gather, normal, of_ranks, ops, same, scatter
 from harness import PLATFORM, make_mesh
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import jflux
 
@@ -173,6 +174,22 @@ def test_wider_sums_that_are_no_residual(after):
     assert "added=()" in str(jax.make_jaxpr(fused)(*args))
     for exact, got in zip(*map(jax.tree.leaves, (plain(*args), fused(*args))), strict=True):
         np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (got, exact)), 2e-2, 2e-2)
+
+
+@pytest.mark.parametrize("summed", [lambda y: lax.psum(y, "tp"), scatter])
+def test_names_of_what_is_summed(summed):
+    """They become those of the sum, and policies find them."""
+    x, w = normal(4, 8), normal(8, 6)
+
+    def f(x, w):
+        return jnp.sin(summed(checkpoint_name(x @ w, "part"))).astype(x.dtype)
+
+    op = "matmul_reduce_scatter" if summed is scatter else "matmul_all_reduce"
+    check(f, (x, w), [op])
+    policy = jax.checkpoint_policies.save_only_these_names("part")
+    check(jax.checkpoint(f, policy=policy), (x, w), [op])
+    jaxpr = str(jax.make_jaxpr(jflux.fuse(of_ranks(f, x, w)))(x, w))
+    assert "name=part" in jaxpr and "dot_general" not in jaxpr
 
 
 def test_a_residual_of_a_sum_for_all_ranks():

@@ -43,7 +43,7 @@ def find_before(body: Body, index: int, context: Context) -> Site | Declined | N
             x, w, axis_name=names, split_axis=split, concat_axis=concat, **total.options
         )
         y = layout.of_result(y, (Fraction(1, ranks), Fraction(ranks)))
-        return [reshaped(y, type_of(result).shape)]
+        return [total.named(reshaped(y, type_of(result).shape))]
 
     return Site(
         before.OP, index, (index, *total.members), total.inputs, (result,), call,

@@ -38,7 +38,7 @@ def find(body: Body, index: int, context: Context) -> Site | Declined | None:
             xs, ws, axis_name=names, scatter_dimension=dimension, residual=added,
             **total.options,
         )  # fmt: skip
-        return [reshaped(layout.of_result(y, factors), type_of(result).shape)]
+        return [total.named(reshaped(layout.of_result(y, factors), type_of(result).shape))]
 
     aval = type_of(equation.outvars[0])
     inputs = total.inputs if residual is None else (*total.inputs, residual.array)

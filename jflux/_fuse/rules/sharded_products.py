@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -18,7 +19,7 @@ from ..bodies import Atom, Body, type_of
 from ..evaluate import as_in, evaluate
 from ..sites import Context, Declined, Site
 from ..specs import CONSTRAINTS, Spec, Specs, natural, partition_spec, ranks_of
-from .summands import ADDS
+from .summands import ADDS, NAME
 
 OP = "op"
 
@@ -241,6 +242,7 @@ def _of_sum(body: Body, index: int, needs: Needs, context: Context) -> Site | De
     assert specs is not None
     (result,) = body.equations[index].outvars
     terms, members, spec, scattered = [(index, needs)], [index], needs.result, needs.scattered
+    names: list[str] = []
     while (user := body.only_user(result)) is not None and context.is_free(user):
         equation = body.equations[user]
         if equation.primitive.name in CONSTRAINTS:
@@ -257,6 +259,8 @@ def _of_sum(body: Body, index: int, needs: Needs, context: Context) -> Site | De
                 break
             terms.append(more)
             members.append(more[0])
+        elif equation.primitive.name == NAME:
+            names.append(equation.params["name"])
         else:
             break
         members.append(user)
@@ -275,10 +279,10 @@ def _of_sum(body: Body, index: int, needs: Needs, context: Context) -> Site | De
             total = lax.add(total, part)
         if scattered is None:
             return [lax.psum(total, needs.summed)]
-        names = needs.summed
-        return [lax.psum_scatter(total, names, scatter_dimension=scattered, tiled=True)]
+        axes = needs.summed
+        return [lax.psum_scatter(total, axes, scatter_dimension=scattered, tiled=True)]
 
-    return _site(body, index, members, inputs, in_specs, [result], [spec], local, context)
+    return _site(body, index, members, inputs, in_specs, [result], [spec], local, context, names)
 
 
 def _alike(
@@ -331,7 +335,10 @@ def _site(
     out_specs: Sequence[Spec],
     local: Callable[..., list[jax.Array]],
     context: Context,
+    names: Sequence[str] = (),
 ) -> Site | Declined:
+    """Of what `local` makes of each rank's parts. `names`: of the only result, by
+    `checkpoint_name`."""
     specs = context.specs
     assert specs is not None
     if any(isinstance(atom, Literal) for atom in inputs):
@@ -349,6 +356,8 @@ def _site(
             local, mesh=mesh, in_specs=tuple(wanted),
             out_specs=[partition_spec(spec) for spec in out_specs], check_vma=False,
         )(*arrays)  # fmt: skip
+        for name in names:
+            made = [checkpoint_name(made[0], name)]
         if not specs.is_explicit:
             return made
         types = [type_of(var).sharding.spec for var in outputs]  # with axes of one rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal, Var
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from ..bodies import Atom, Body, type_of
 from ..products import Product, as_product
@@ -19,6 +21,7 @@ from ..sites import Context
 from ..views import Atoms, Dimension, View, rearranged, reshaped
 
 ADDS = ("add", "add_any")
+NAME = "name"  # of checkpoint_name
 
 FIRST = (
     "its product is contracted along the first dimensions of both operands, as the gradient of a "
@@ -101,11 +104,13 @@ class Sum:
     Attributes:
       members: the equations that make it, of products and what is between.
       dtype: of the summed array.
+      names: by `checkpoint_name`, of what is summed.
     """
 
     terms: tuple[Term, ...]
     members: tuple[int, ...]
     dtype: np.dtype
+    names: tuple[str, ...]
 
     @property
     def inputs(self) -> tuple[Atom, ...]:
@@ -121,6 +126,10 @@ class Sum:
             "transpose_rhs": product.w.transposed, "preferred_element_type": self.dtype,
             "precision": product.precision,
         }  # fmt: skip
+
+    def named(self, y: jax.Array) -> jax.Array:
+        """The collective's result by the names of what it takes, which is not there any more."""
+        return functools.reduce(checkpoint_name, self.names, y)
 
     def operands(self, arrays: Sequence[jax.Array]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """(all x, all w) as the op takes them, of `inputs`."""
@@ -153,7 +162,7 @@ def find(
         equation = body.equations[index]
         view: View | None = View.of(type_of(equation.outvars[0]).shape)
         for user in reversed(after):
-            view = view and view.through(body.equations[user])
+            view = _through(view, body.equations[user])
         assert view is not None  # as `_leaves` found
         if why := _why_rounded(np.dtype(type_of(equation.outvars[0]).dtype), view.casts):
             return why
@@ -171,7 +180,9 @@ def find(
             return "the weights of the sum's products are stored differently"
         if term.layout != first.layout or type_of(one.x).dtype != type_of(other.x).dtype:
             return "the sum's products have different layouts or types"
-    return Sum(tuple(terms), tuple(members), np.dtype(type_of(atom).dtype))
+    made_by = (body.equations[member] for member in members)
+    names = tuple(one.params["name"] for one in made_by if one.primitive.name == NAME)
+    return Sum(tuple(terms), tuple(members), np.dtype(type_of(atom).dtype), names)
 
 
 def _leaves(
@@ -218,7 +229,11 @@ def _view_of(body: Body, index: int) -> View | None:
     equation = body.equations[index]
     if len(equation.invars) != 1 or not type_of(equation.invars[0]).size:
         return None
-    return View.of(type_of(equation.invars[0]).shape).through(equation)
+    return _through(View.of(type_of(equation.invars[0]).shape), equation)
+
+
+def _through(view: View | None, equation: JaxprEqn) -> View | None:
+    return view if equation.primitive.name == NAME else view and view.through(equation)
 
 
 def _why_rounded(dtype: np.dtype, casts: Sequence[np.dtype]) -> str | None:

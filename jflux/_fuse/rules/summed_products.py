@@ -38,7 +38,7 @@ def _of_several(
             xs, ws, axis_name=names, scatter_dimension=dimension, **total.options
         )
         y = all_gather(y, axis_name=names, axis=dimension, tiled=True, to=to)
-        return [reshaped(layout.of_result(y, ()), aval.shape)]
+        return [total.named(reshaped(layout.of_result(y, ()), aval.shape))]
 
     return Site(
         SCATTERED, index, (index, *total.members), total.inputs, (result,), call,
@@ -82,7 +82,8 @@ def find(body: Body, index: int, context: Context) -> Site | Declined | None:
             x, w, axis_name=names, residual=added, norm=of_rows, **total.options
         )
         ys = (made,) if norm is None else made
-        return [reshaped(layout.of_result(y, ()), type_of(result).shape) for y in ys]
+        y, *more = (reshaped(layout.of_result(y, ()), type_of(result).shape) for y in ys)
+        return [total.named(y), *more]
 
     aval = type_of(equation.outvars[0])
     inputs = total.inputs if residual is None else (*total.inputs, residual.array)
