@@ -70,6 +70,18 @@ LISTS: dict[str, list[Case]] = {
         Case("Mixtral, 8192 tokens", 8192, 4096, 8, 2, 14336),
         Case("64 experts of 7168 x 2048, 8192 tokens", 8192, 7168, 64, 8, 2048),
         Case("Qwen3-30B-A3B, 8192 tokens", 8192, 2048, 128, 8, 768),
+        *(
+            Case(f"{name}, {tokens} tokens", tokens, *sizes)
+            for name, sizes, all_tokens in (
+                ("Mixtral", (4096, 8, 2, 14336), (512, 2048, 32768)),
+                ("gpt-oss-20b", (2880, 32, 4, 2880), (512, 4096, 65536)),
+                ("OLMoE", (2048, 64, 8, 1024), (512, 4096, 65536)),
+                ("Qwen3-30B-A3B", (2048, 128, 8, 768), (512, 2048, 65536)),
+                ("256 experts of 7168 x 2048", (7168, 256, 8, 2048), (512, 8192)),
+                ("256 experts of 2048 x 512", (2048, 256, 8, 512), (8192, 65536)),
+            )
+            for tokens in all_tokens
+        ),
     ],
 }  # fmt: skip
 
