@@ -17,6 +17,7 @@ from jflux import _config, testing
 from jflux._ops.attention import (
     _blockwise,
     _passes,
+    _sinks,
     all_gather_attention,
     attention,
     flash_attention,
@@ -82,7 +83,12 @@ class Case:
     def expected(self, q, k, v, ids):
         return plain(q, k, v, self.mask(ids), self.softcap)
 
-    def split(self, q, k, v, ids, *, mesh=None, check_vma=True, module=jflux, **options):
+    def sinks(self):
+        return np.random.default_rng(self.seed + 50).standard_normal(self.heads)
+
+    def split(
+        self, q, k, v, ids, sinks=None, *, mesh=None, check_vma=True, module=jflux, **options
+    ):
         """(o, l) of the sequence, from ranks that each have a part of it."""
         world, layout = self.world, self.layout
         given = dict(causal=self.causal, window=self.window, softcap=self.softcap, ring=self.ring)
@@ -90,14 +96,14 @@ class Case:
         arrays = [a for a in (q, k, v, ids) if a is not None]
         arrays = [jflux.reorder_for_causal(a, world, layout=layout) for a in arrays]
 
-        def call(q, k, v, ids=None):
-            return module.attention(q, k, v, segment_ids=ids, **(given | options))
+        def call(sinks, q, k, v, ids=None):
+            return module.attention(q, k, v, segment_ids=ids, sinks=sinks, **(given | options))
 
         f = jax.shard_map(
-            call, mesh=mesh or make_mesh((world,)), in_specs=(SEQUENCE,) * len(arrays),
+            call, mesh=mesh or make_mesh((world,)), in_specs=(P(), *[SEQUENCE] * len(arrays)),
             out_specs=(SEQUENCE, SEQUENCE), check_vma=check_vma,
         )  # fmt: skip
-        return tuple(jflux.restore_order(a, world, layout=layout) for a in f(*arrays))
+        return tuple(jflux.restore_order(a, world, layout=layout) for a in f(sinks, *arrays))
 
 
 def plain(q, k, v, mask, softcap=None):
@@ -113,6 +119,20 @@ def plain(q, k, v, mask, softcap=None):
     safe = jnp.where(total > 0, total, 1)
     lse = jnp.where(total > 0, jnp.log(safe) + top, -jnp.inf)[..., 0]
     return jnp.einsum("bhst,bthd->bshd", p / safe, v), lse.swapaxes(1, 2)
+
+
+def plain_with_sinks(q, k, v, sinks, mask, softcap=None):
+    """:func:`plain` where the softmax has one more column, which is dropped."""
+    group = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
+    scores = jnp.einsum("bshd,bthd->bhst", q, k) / q.shape[3] ** 0.5
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(mask, scores, -jnp.inf)
+    column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
+    scores = jnp.concatenate([scores, column], -1)
+    o = jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores)[..., :-1], v)
+    return o, jax.nn.logsumexp(scores, -1).swapaxes(1, 2)
 
 
 def weighted(f, weights, ids):
@@ -625,9 +645,158 @@ def test_padding_that_is_not_a_number(ring):
             np.testing.assert_allclose(third[0], right[0], atol=1e-12)
 
 
+# ---- Sinks ---------------------------------------------------------------------------------------
+
+
+def check_sinks(case, f=None, wrap=lambda f: f, **options):
+    """Both results and the gradients of both, those of the sinks too."""
+    *arrays, ids = case.operands()
+    weights = weights_of(case)
+
+    def loss(f):
+        def of(*arrays):
+            results = wrap(f)(*arrays)
+            return sum(map(jnp.vdot, results, weights)), results
+
+        return jax.jit(jax.value_and_grad(of, (0, 1, 2, 3), has_aux=True))
+
+    def split(q, k, v, sinks):
+        return (f or case.split)(q, k, v, ids, sinks, **options)
+
+    def expected(q, k, v, sinks):
+        return plain_with_sinks(q, k, v, sinks, case.mask(ids), case.softcap)
+
+    got, want = (loss(f)(*arrays, case.sinks()) for f in (split, expected))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
+
+
+@examples(6)
+@given(case=cases())
+def test_a_sink_is_one_more_column_of_the_softmax(case):
+    check_sinks(case)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("world", [n for n in (2, 3) if n <= RANKS])
+def test_a_sink_counts_once_and_not_once_on_each_rank(world, ring, check_vma):
+    check_sinks(Case(world=world, own=4, ring=ring, width=3), check_vma=check_vma)
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_sinks_of_the_reference(segments):
+    case = Case(world=2, own=4, segments=segments, window=(5, 0), softcap=1.5)
+    check_sinks(case, module=jflux.reference)
+
+
+@pytest.mark.parametrize(
+    "policy", [None, jax.checkpoint_policies.save_only_these_names(_passes.ATTENTION)]
+)
+@pytest.mark.parametrize("shared", [False, True])
+def test_sinks_under_vmap_and_remat(shared, policy):
+    """Of each element, or of all together."""
+    case = Case(world=2, own=4, batch=1, width=3)
+
+    def wrap(f):
+        f = jax.checkpoint(f, policy=policy)
+
+        def both(q, k, v, sinks):
+            arrays = [jnp.stack([a, 2 * a]) for a in (q, k, v)]
+            sinks = sinks if shared else jnp.stack([sinks, -sinks])
+            axes = (0, 0, 0, None if shared else 0)
+            return [jnp.sum(a, 0) for a in jax.vmap(f, axes)(*arrays, sinks)]
+
+        return both
+
+    check_sinks(case, wrap=wrap)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("ring", [False, True])
+def test_forward_mode_of_sinks(ring, alone):
+    case = Case(world=2, own=4, width=3, ring=ring, window=(5, 0))
+    *arrays, ids = case.operands()
+    arrays = [jnp.asarray(a) for a in (*arrays, case.sinks())]
+    rng = np.random.default_rng(1)
+    moved = [jnp.asarray(rng.standard_normal(a.shape)) for a in arrays]
+
+    def tangents(f):
+        if alone:
+            return jax.jvp(lambda sinks: f(*arrays[:3], sinks), arrays[3:], moved[3:])
+        return jax.jvp(f, arrays, moved)
+
+    got = jax.jit(lambda: tangents(lambda q, k, v, sinks: case.split(q, k, v, ids, sinks)))()
+    want = jax.jit(lambda: tangents(lambda *a: plain_with_sinks(*a, case.mask(ids))))()
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("moves", [True, False])
+@pytest.mark.parametrize("module", [jflux, jflux.reference])
+def test_sinks_go_with_their_heads(module, moves):
+    """Along `heads_axis` they are those of all heads; along another axis, those of the rank's."""
+    if RANKS < 4:
+        pytest.skip("four ranks")
+    options = {"heads_axis": "heads"} if moves else {"q_spec": P(None, None, "heads")}
+
+    def call(q, k, v, ids, sinks):
+        return module.attention(
+            q, k, v, axis_name="tp", causal=True, segment_ids=ids, sinks=sinks, return_lse=True,
+            layout="contiguous", mesh=make_mesh((2, 2), ("tp", "heads")), **options,
+        )  # fmt: skip
+
+    check_sinks(Case(world=2, own=8, groups=2 - moves, segments=True, layout="contiguous"), call)
+
+
+def test_rows_without_keys_and_sinks_that_are_none():
+    """A head for each: both, a NaN, no keys, neither, no sink."""
+    o = jnp.array([[3.0, 4], [np.nan, np.nan], [0, 0], [0, 0], [1, 2]])
+    lse = jnp.array([0.25, np.nan, -np.inf, -np.inf, 0.5])
+    sinks = jnp.array([0.25, 1, 2, -np.inf, -np.inf])
+
+    @jax.jit
+    def run(o, lse, sinks):
+        def loss(*rows):
+            results = _sinks.added(*rows)
+            return sum(jnp.sum(jnp.where(jnp.isfinite(a), a, 0)) for a in results), results
+
+        (_, results), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(o, lse, sinks)
+        return *results, *gradients
+
+    got, total, do, of_lse, of_sinks = map(np.asarray, run(o, lse, sinks))
+    np.testing.assert_array_equal(got, [[1.5, 2], [np.nan, np.nan], [0, 0], [0, 0], [1, 2]])
+    np.testing.assert_allclose(total, [0.25 + np.log(2), np.nan, 2, -np.inf, 0.5])
+    finite = [0, 2, 3, 4]
+    np.testing.assert_allclose(do[finite, 0], [0.5, 0, 0, 1])
+    np.testing.assert_allclose(of_lse[finite], [0.5 + 7 / 4, 0, 0, 1])
+    np.testing.assert_allclose(of_sinks[finite], [0.5 - 7 / 4, 1, 0, 0])
+
+
+@pytest.mark.parametrize("module", [jflux, jflux.reference])
+def test_padding_that_is_not_a_number_reaches_no_sink(module):
+    case = Case(world=2, own=4, groups=1, heads=2, layout="contiguous")
+    q, k, v, _ = case.operands()
+    ids = np.repeat([[0, 1], [0, 0]], [5, 3], axis=1)
+    padding = (ids == 1)[..., None, None]
+
+    def run(*arrays):
+        def loss(sinks):
+            o, _ = case.split(*arrays, ids, sinks, module=module)
+            return jnp.sum(jnp.sin(jnp.where(padding, 0, o)))
+
+        return jax.grad(loss)(case.sinks())
+
+    spoilt = [np.where(padding, np.nan, a) for a in (q, k, v)]
+    np.testing.assert_allclose(jax.jit(run)(*spoilt), jax.jit(run)(q, k, v), rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
+        ({"sinks": np.zeros(2)}, ValueError, r"sinks must be \[H\].* 4 heads .* got \(2,\)"),
+        ({"sinks": 0.0}, ValueError, r"got \(\); one for all heads is jnp.full\(4, sink\)"),
+        ({"sinks": np.zeros(4, int)}, TypeError, "sinks must be floating, got int64; cast them"),
         ({"q": (1, 4, 3, 4)}, ValueError, "3 heads of queries must be a multiple of 2"),
         ({"q": (4, 4, 4)}, ValueError, r"q must be \[B, S/N, heads, D\]"),
         ({"v": (1, 4, 2, 3)}, ValueError, "must have the same B, S/N and D"),

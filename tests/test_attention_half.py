@@ -15,24 +15,30 @@ from jflux._ops.attention import _cudnn, all_gather_attention
 SEQUENCE = P(None, "tp")
 
 
-def exact(q, k, v, do, causal=True):
-    """(o, l) of attention, and the gradients of o's sum weighted by do, in float64."""
+def exact(q, k, v, do, causal=True, sinks=None):
+    """(o, l) of attention, and the gradients of o's sum weighted by do, in float64. With sinks the
+    softmax has one more column, which is dropped, and they have the last gradient."""
     q, k, v, do = (np.asarray(a, np.float64) for a in (q, k, v, do))
     group, (batch, length, groups, width) = q.shape[2] // k.shape[2], k.shape
     k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
     s = np.einsum("bshd,bthd->bhst", q, k) / width**0.5
     if causal:
         s = np.where(np.tri(length, dtype=bool), s, -np.inf)
+    if sinks is not None:
+        column = np.broadcast_to(np.asarray(sinks)[:, None, None], (*s.shape[:-1], 1))
+        s = np.concatenate([s, column], -1)
     top = s.max(-1)
     lse = np.log(np.exp(s - top[..., None]).sum(-1)) + top
-    p = np.exp(s - lse[..., None])
+    p, of_sink = np.split(np.exp(s - lse[..., None]), [length], -1)
     o = np.einsum("bhst,bthd->bshd", p, v)
     dp = np.einsum("bshd,bthd->bhst", do, v)
-    ds = p * (dp - np.sum(p * dp, -1, keepdims=True)) / width**0.5
+    delta = np.sum(p * dp, -1, keepdims=True)
+    ds = p * (dp - delta) / width**0.5
     dq, dk = np.einsum("bhst,bthd->bshd", ds, k), np.einsum("bhst,bshd->bthd", ds, q)
     dv = np.einsum("bhst,bshd->bthd", p, do)
     dk, dv = (a.reshape(batch, length, groups, group, width).sum(3) for a in (dk, dv))
-    return (o, lse.swapaxes(1, 2)), (dq, dk, dv)
+    of_sinks = () if sinks is None else (-np.sum(of_sink * delta, (0, 2, 3)),)
+    return (o, lse.swapaxes(1, 2)), (dq, dk, dv, *of_sinks)
 
 
 def drawn(shape, dtype, seed):
@@ -43,25 +49,28 @@ def drawn(shape, dtype, seed):
     return [jnp.asarray(rng.standard_normal((batch, length, h, width)), dtype) for h in rows]
 
 
-def check(operands, world, *, return_lse=True, layout="zigzag", **options):
+def check(operands, world, *, return_lse=True, layout="zigzag", sinks=None, **options):
     """o, the log-sum-exp where it is returned, and the gradients of o."""
     *operands, do = operands
+    attend = functools.partial(
+        jflux.attention, axis_name="tp", return_lse=return_lse, layout=layout, **options
+    )
     f = jax.shard_map(
-        functools.partial(
-            jflux.attention, axis_name="tp", return_lse=return_lse, layout=layout, **options
-        ),
-        mesh=make_mesh((world,)), in_specs=(SEQUENCE,) * 3, out_specs=SEQUENCE,
+        lambda sinks, *arrays: attend(*arrays, sinks=sinks), mesh=make_mesh((world,)),
+        in_specs=(P(), *[SEQUENCE] * 3), out_specs=SEQUENCE,
     )  # fmt: skip
 
-    def loss(*arrays):
-        arrays = [jflux.reorder_for_causal(a, world, layout=layout) for a in arrays]
-        got = f(*arrays)
+    def loss(q, k, v, sinks=None):
+        arrays = [jflux.reorder_for_causal(a, world, layout=layout) for a in (q, k, v)]
+        got = f(sinks, *arrays)
         got = [jflux.restore_order(a, world, layout=layout) for a in (got if return_lse else [got])]
         return jnp.sum(got[0].astype(jnp.float32) * do.astype(jnp.float32)), got
 
     with jax.default_matmul_precision("float32"):
-        gradients, (o, *lse) = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*operands)
-    (want, want_lse), want_gradients = exact(*operands, do, options["causal"])
+        given = operands if sinks is None else [*operands, sinks]
+        gradient = jax.grad(loss, tuple(range(len(given))), has_aux=True)
+        gradients, (o, *lse) = jax.jit(gradient)(*given)
+    (want, want_lse), want_gradients = exact(*operands, do, options["causal"], sinks)
     dtype = operands[0].dtype
     assert o.dtype == dtype
     # Probabilities are rounded to the type before they multiply values, and so is the result.
@@ -70,9 +79,9 @@ def check(operands, world, *, return_lse=True, layout="zigzag", **options):
     for one in lse:
         assert one.dtype == jnp.float32
         np.testing.assert_allclose(one, want_lse, rtol=1e-5, atol=1e-5)
-    for one, other in zip(gradients, want_gradients, strict=True):
-        assert one.dtype == dtype
-        atol = 8 * unit * np.abs(other).max()
+    for a, one, other in zip(given, gradients, want_gradients, strict=True):
+        assert one.dtype == a.dtype
+        atol = 8 * max(float(jnp.finfo(a.dtype).eps), unit) * np.abs(other).max()
         np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=0, atol=atol)
 
 
@@ -81,6 +90,17 @@ def check(operands, world, *, return_lse=True, layout="zigzag", **options):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_sums_are_in_float32(dtype, world, ring):
     check(drawn((1, 96, 4, 2, 32), dtype, world), world, causal=True, ring=ring)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("world", [n for n in (2, 1, 3) if n <= RANKS])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float16])
+@pytest.mark.parametrize("of", [jnp.float32, jnp.bfloat16])
+def test_sinks(of, dtype, world, ring):
+    """Some take almost all weight, some almost none."""
+    operands = drawn((1, 96 * world, 4, 2, 64), dtype, world)
+    sinks = jnp.asarray([1.5, -2, 7, -20], of)
+    check(operands, world, causal=True, ring=ring, sinks=sinks)
 
 
 @pytest.mark.parametrize("ring", [False, True])
@@ -111,6 +131,7 @@ def test_windows_on_one_rank(op, causal):
 
 
 @pytest.mark.skipif(PLATFORM != "gpu", reason="cuDNN runs on GPUs")
+@pytest.mark.parametrize("sinks", [None, (0.5, -2.0, 3.0, 0.0, 1.0, -9.0, 8.0, 1.0)])
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize(
@@ -120,7 +141,9 @@ def test_windows_on_one_rank(op, causal):
 @pytest.mark.parametrize(
     ("dtype", "width", "chunk"), [(jnp.bfloat16, 128, 128), (jnp.float16, 64, 192)]
 )
-def test_parts_by_cudnn(monkeypatch, dtype, width, chunk, world, layout, causal, ring, return_lse):
+def test_parts_by_cudnn(
+    monkeypatch, dtype, width, chunk, world, layout, causal, ring, return_lse, sinks
+):
     called = []
     for name in ("forward", "backward"):
         f = getattr(_cudnn, name)
@@ -131,9 +154,9 @@ def test_parts_by_cudnn(monkeypatch, dtype, width, chunk, world, layout, causal,
     with jflux.config(unchecked_kernels=True):
         check(
             drawn(shape, dtype, world), world, causal=causal, layout=layout, ring=ring,
-            return_lse=return_lse,
+            return_lse=return_lse, sinks=None if sinks is None else jnp.array(sinks),
         )  # fmt: skip
-    in_one_call = not return_lse and (world == 1 or not (causal or ring))
+    in_one_call = not return_lse and sinks is None and (world == 1 or not (causal or ring))
     own = return_lse and world > 1 and causal and not ring  # not one part of cuDNN's
     assert bool(called) == (not in_one_call and not own)
 

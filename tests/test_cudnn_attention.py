@@ -12,7 +12,7 @@ from harness import PLATFORM, RANKS, examples, make_mesh
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from test_attention import LAYOUTS, Case, check, weights_of
+from test_attention import LAYOUTS, Case, check, plain_with_sinks, weights_of
 
 import jflux
 import jflux.nn
@@ -84,13 +84,14 @@ def without_lse(case, mesh=None, **options):
     """o of the sequence, from ranks that each have a part of it."""
     given = dict(causal=case.causal, layout=case.layout, ring=case.ring, axis_name="tp")
     f = jax.shard_map(
-        functools.partial(jflux.attention, **given), mesh=mesh or make_mesh((case.world,)),
-        in_specs=(P(None, "tp"),) * 3, out_specs=P(None, "tp"), **options,
+        lambda sinks, *arrays: jflux.attention(*arrays, sinks=sinks, **given),
+        mesh=mesh or make_mesh((case.world,)), in_specs=(P(), *[P(None, "tp")] * 3),
+        out_specs=P(None, "tp"), **options,
     )  # fmt: skip
 
-    def call(q, k, v):
+    def call(q, k, v, sinks=None):
         arrays = [jflux.reorder_for_causal(a, case.world, layout=case.layout) for a in (q, k, v)]
-        return jflux.restore_order(f(*arrays), case.world, layout=case.layout)
+        return jflux.restore_order(f(sinks, *arrays), case.world, layout=case.layout)
 
     return call
 
@@ -153,6 +154,70 @@ def test_gradients_of_the_log_sum_exp_are_those_of_blocks(calls, layout, ring):
 def test_what_has_other_masks_or_scores_stays_in_blocks(calls, change):
     check(Case(world=2, own=4, **change))
     assert not calls
+
+
+def of_sinks(f, case):
+    """o of f(q, k, v, sinks) and its gradients, and what the definition has for them."""
+    *arrays, _ = case.operands()
+    weights = weights_of(case)[0]
+
+    def run(f):
+        def loss(*arrays):
+            o = f(*arrays)
+            return jnp.vdot(o, weights), o
+
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))(*arrays, case.sinks())
+
+    return run(f), run(lambda *a: plain_with_sinks(*a, case.mask(None))[0])
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize(("layout", "causal"), TAKEN)
+@pytest.mark.parametrize("world", [n for n in (3, 1) if n <= RANKS])
+def test_sinks_need_nothing_of_cudnn(calls, world, layout, causal, ring):
+    """Its backward pass is given o and the log-sum-exp with sinks."""
+    case = Case(world=world, own=4, layout=layout, causal=causal, ring=ring, width=3)
+    results = of_sinks(without_lse(case), case)
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
+    assert {call[0] for call in calls} == {"forward", "backward"}
+
+
+def test_sinks_of_one_device_are_added_to_what_cudnn_gives(calls):
+    case = Case(world=1, own=8, width=3)
+
+    def attend(q, k, v, sinks):
+        return _one_device.attend(q, k, v, is_causal=True, sinks=sinks)
+
+    for one, other in zip(*map(jax.tree.leaves, of_sinks(attend, case)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
+    assert {call[0] for call in calls} == {"forward", "backward"}
+
+
+@pytest.mark.parametrize("one_device", [False, True])
+def test_sinks_that_no_kernel_takes_are_a_warning(one_device, monkeypatch, caplog):
+    """One call of cuDNN has a window, but no sinks. Its other calls have no window."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(_cudnn, "_is_recent_gpu", lambda: True)
+    monkeypatch.setattr(_cudnn, "_why_not_here", lambda q, k: None)
+
+    def run(length=64, **options):
+        if one_device:
+            f = functools.partial(_one_device.attend, is_causal=True, local_window_size=(9, 0))
+        else:
+            f = functools.partial(jflux.attention, causal=True, window=(9, 0))
+        given = dict.fromkeys("qkv", jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16))
+        jax.eval_shape(lambda q, k, v: f(q, k, v, **options), **given)
+
+    _config._said.clear()
+    with jflux.config(strict=True):
+        run(length=65, sinks=np.zeros(2))  # cuDNN has none without sinks either
+        with pytest.raises(NotImplementedError, match="one call of cuDNN takes no sinks"):
+            run(sinks=np.zeros(2))
+    with jflux.config(strict=False), caplog.at_level("WARNING", logger="jflux"):
+        run(sinks=np.zeros(2))
+    (said,) = (r.message for r in caplog.records)
+    assert said.startswith("jflux.attention takes its lax reference: one call of cuDNN takes no")
 
 
 @pytest.mark.parametrize("ring", [False, True])

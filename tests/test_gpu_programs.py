@@ -139,6 +139,33 @@ def test_ulysses_keeps_no_scores_of_calls_that_cudnn_does_not_take(
     jax.clear_caches()
 
 
+@pytest.mark.parametrize("op", ["ulysses_attention", "attention"])
+def test_sinks_take_the_kernels_of_attention_without_them(op, monkeypatch):
+    """And no scores of a whole sequence."""
+    monkeypatch.setattr(meshes, "platform", lambda: "gpu")
+
+    def loss(sinks, q, k, v):
+        o = getattr(jflux, op)(q, k, v, axis_name="tp", causal=True, window=64, sinks=sinks)
+        return jnp.sum(o.astype(jnp.float32))
+
+    q, k = (jax.ShapeDtypeStruct((1, 512, heads, 64), "bfloat16") for heads in (8, 2))
+    sinks, texts = jax.ShapeDtypeStruct((8,), "float32"), []
+    # Without them Ulysses takes one call of cuDNN.
+    for given in (sinks, None) if op == "attention" else (sinks,):
+        f = jax.shard_map(
+            jax.grad(loss, (0, 1, 2, 3) if given else (1, 2, 3)),
+            mesh=make_mesh((2,)), in_specs=(P(), *[P(None, "tp")] * 3),
+            out_specs=(*([P()] if given else []), *[P(None, "tp")] * 3),
+        )  # fmt: skip
+        with as_on_gpus():
+            traced = jax.jit(f).trace(given, q, k, k)
+            texts.append(traced.lower(lowering_platforms=("cuda",)).as_text())
+        jax.clear_caches()
+    assert "jflux_flash_attention_backward" in kernels_of(texts[0])
+    assert len({frozenset(kernels_of(text)) for text in texts}) == 1
+    assert "512x512x" not in texts[0]
+
+
 @pytest.mark.parametrize("lead", [(), (1,)])
 def test_attention_of_one_device_has_a_kernel_without_a_batch_too(lead, monkeypatch):
     monkeypatch.setattr(meshes, "platform", lambda: "gpu")

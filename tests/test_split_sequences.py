@@ -28,14 +28,18 @@ def draw(*shapes, seed=0):
     return [rng.standard_normal(shape) for shape in shapes]
 
 
-def plain(q, k, v, mask=None):
-    """(attention, log-sum-exp [B, S, H]) with grouped heads, by the definition."""
+def plain(q, k, v, mask=None, sinks=None):
+    """(attention, log-sum-exp [B, S, H]) with grouped heads, by the definition. With sinks [H] the
+    softmax has one more column, which is dropped."""
     group = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
     scores = jnp.einsum("bshd,bthd->bhst", q, k) / q.shape[3] ** 0.5
     if mask is not None:
         scores = jnp.where(mask, scores, -jnp.inf)
-    lse = jax.scipy.special.logsumexp(scores, -1)
+    columns = [scores]
+    if sinks is not None:
+        columns.append(jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1)))
+    lse = jax.scipy.special.logsumexp(jnp.concatenate(columns, -1), -1)
     return jnp.einsum("bhst,bthd->bshd", jnp.exp(scores - lse[..., None]), v), lse.swapaxes(1, 2)
 
 
@@ -146,6 +150,29 @@ def test_gradients_of_a_merge_are_the_whole_ones():
     got = jax.grad(safe, (0, 1, 2))(q, k, v)
     for one, other in zip(got, whole, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_sinks_of_a_merge():
+    q, k, v, sinks = draw((1, 10, 4, 4), (1, 10, 2, 4), (1, 10, 2, 4), (4,))
+    weights = draw((1, 10, 4, 4), (1, 10, 4), seed=1)
+
+    def loss(f):
+        def of(*arrays):
+            results = f(*arrays)
+            return sum(map(jnp.vdot, results, weights)), results
+
+        return jax.jit(jax.value_and_grad(of, (0, 1, 2, 3), has_aux=True))
+
+    def merged(q, k, v, sinks):
+        parts = [plain(q, k[:, a:b], v[:, a:b]) for a, b in ((0, 3), (3, 10))]
+        return jflux.merge_attention(*zip(*parts, strict=True), sinks=sinks)
+
+    got = loss(merged)(q, k, v, sinks)
+    want = loss(lambda *a: plain(*a[:3], sinks=a[3]))(q, k, v, sinks)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match=r"merge_attention: sinks must be \[H\].* 4 heads"):
+        jflux.merge_attention([q], [q[..., 0]], sinks=sinks[:3])
 
 
 def test_nothing_to_merge_is_zero():
@@ -309,6 +336,60 @@ def test_ulysses_takes_a_core():
     got = over_ranks(world, core=core, causal=True, scale=0.25)(*operands)
     np.testing.assert_allclose(got, operands[0] + operands[2])
     assert seen[0] == ((1, world, 1, 4), (1, world, 1, 4), True, 0.25, None, None)
+
+
+@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "reference"])
+def test_sinks_of_ulysses(module, dtype, ids):
+    """Each rank has those of its heads."""
+    world = min(3, RANKS)
+    length = 2 * world
+    *operands, sinks = draw((2, length, 2 * world, 8), *[(2, length, 1, 8)] * 2, (2 * world,))
+    operands = [jnp.asarray(a, dtype) for a in operands]
+    segments = np.sort(np.random.default_rng(3).integers(0, 2, (2, length)), 1) if ids else None
+
+    def call(sinks, *operands):
+        *operands, segments = operands
+        return module.ulysses_attention(
+            *operands, axis_name="tp", segment_ids=segments, sinks=sinks, causal=True
+        )
+
+    split = jax.shard_map(
+        call, mesh=make_mesh((world,)), in_specs=(P(), *[SEQUENCE] * 4), out_specs=SEQUENCE
+    )
+    mask = causal(length)
+    if ids:
+        mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
+
+    def both(f, *operands):
+        def loss(*operands):
+            o = f(*operands).astype(jnp.float32)
+            return jnp.sum(jnp.sin(o)), o
+
+        gradients, o = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))(*operands)
+        return [np.asarray(a, np.float64) for a in (o, *gradients)]
+
+    got = both(lambda q, k, v, s: split(s, q, k, v, segments), *operands, sinks)
+    wide = [a.astype(jnp.float64) for a in operands]
+    want = both(lambda q, k, v, s: plain(q, k, v, mask, s)[0], *wide, sinks)
+    bound = 16 * max(float(jnp.finfo(dtype).eps), 1e-6)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=bound, atol=bound * np.abs(other).max())
+
+
+def test_a_core_of_ulysses_gets_the_sinks_of_its_heads():
+    world = COUNTS[-1]
+    operands = draw((1, world, 2 * world, 4), *[(1, world, world, 4)] * 2)
+
+    def core(q, k, v, *, sinks, **options):
+        return jnp.broadcast_to(sinks[:, None], q.shape)
+
+    sinks = np.arange(2.0 * world)
+    got = over_ranks(world, core=core, sinks=sinks)(*operands)
+    np.testing.assert_array_equal(got, np.broadcast_to(sinks[:, None], got.shape))
+    with pytest.raises(ValueError, match=r"jflux.ulysses_attention: sinks must be \[H\]"):
+        over_ranks(world, sinks=sinks[:1])(*operands)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ options and the platform of the mesh.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 
 from ... import _config
 from ..._call import plans
-from ..._call.forms import Call, Form, Takes, WhyNot, choose, takes_all
+from ..._call.forms import TRACED, Call, Form, Takes, WhyNot, choose, takes_all
 from ..._call.plans import Machine, Path, Plan
 from ..._ranks import meshes
 from . import _cudnn, _cudnn_by_chunks, all_gather_attention, flash_attention
@@ -26,10 +27,12 @@ from ._split_sequence import Params, Pass, gather_keys
 
 def _takes_one_call(call: Call, machine: Machine) -> Plan | None:
     """cuDNN's attention, by one call that computes all that is asked for."""
-    (q, _, _, segments), params = call.arrays, call.params
+    (q, _, _, segments, sinks), params = call.arrays, call.params
     scores = params.scores
     no_mask = not scores.causal and scores.window is None and not params.ring
-    nothing_else = not params.return_lse and segments is None and scores.softcap is None
+    nothing_else = not params.return_lse and all(
+        a is None for a in (segments, sinks, scores.softcap)
+    )
     takes = (
         nothing_else
         and (params.ranks == 1 or no_mask)
@@ -51,7 +54,7 @@ def one_call(
 
 
 def _takes_kernel_over_ranks(call: Call, machine: Machine) -> Plan | WhyNot | None:
-    (q, k, v, segments), params = call.arrays, call.params
+    (q, k, v, segments, _), params = call.arrays, call.params
     if params.ring or not all_gather_attention.takes(params.axis_name, params.ranks, segments):
         return None
     if isinstance(why_no_cudnn := _takes_cudnn(call, machine), WhyNot):
@@ -62,7 +65,7 @@ def _takes_kernel_over_ranks(call: Call, machine: Machine) -> Plan | WhyNot | No
 
 
 def _takes_cudnn(call: Call, machine: Machine) -> Plan | WhyNot:
-    (q, k, _, segments), params = call.arrays, call.params
+    (q, k, _, segments, _), params = call.arrays, call.params
     why = _cudnn_by_chunks.why_not(q, k, params.scores, params.layout, params.ranks, segments)
     return WhyNot(why) if why else plans.decomposed("cuDNN's calls by chunks")
 
@@ -98,24 +101,36 @@ _BACKWARD: tuple[Form[Pass], ...] = (
 )
 
 
-def passes_of(params: Params, q: Any, k: Any, v: Any, segment_ids: Any) -> Passes:
+def passes_of(
+    params: Params, q: Any, k: Any, v: Any, segment_ids: Any, sinks: Any = None
+) -> Passes:
     """The passes of a call."""
-    call = Call((q, k, v, segment_ids), params)
+    call = Call((q, k, v, segment_ids, sinks), params)
     (plan, forward), (_, backward) = choose(_FORWARD, call), choose(_BACKWARD, call)
     assert forward is not None and backward is not None
     if forward.run not in (one_call, CUDNN.gathered.forward, CUDNN.around.forward):
-        _say_if_no_kernel(plan.reason, q, k, v, params.scores)
+        without_sinks = dataclasses.replace(call, arrays=(*call.arrays[:-1], None))
+        by_sinks = sinks is not None and _takes_one_call(without_sinks, TRACED) is not None
+        _say_if_no_kernel(plan.reason, q, k, v, params.scores, by_sinks)
     return Passes(forward.run, backward.run)
 
 
 def _say_if_no_kernel(
-    why_no_cudnn: str, q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores
+    why_no_cudnn: str, q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores, by_sinks: bool
 ) -> None:
-    """Says once if nothing but XLA's operations takes a call on GPUs."""
+    """Says once if nothing but XLA's operations takes a call on GPUs. It is a warning where one
+    call of cuDNN would take it without its sinks."""
     if meshes.platform() != "gpu":
         return
     plan = flash_attention.plan(q, k, v, scores)
-    if plan.path == Path.REFERENCE:
+    if plan.path != Path.REFERENCE:
+        return
+    if by_sinks:
+        _config.fall_back(
+            "attention",
+            f"one call of cuDNN takes no sinks; {why_no_cudnn}; no kernel: {plan.reason}",
+        )
+    else:
         _config.say_once(
             logging.INFO,
             f"jflux.attention runs in XLA's operations: {why_no_cudnn}; no kernel: {plan.reason}",

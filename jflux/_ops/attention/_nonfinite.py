@@ -81,13 +81,24 @@ def reached_by_mask(
     may be 1."""
 
     def reached(bad: jax.Array) -> jax.Array:
-        i, j = (lax.broadcasted_iota(jnp.int32, (queries, keys), d) for d in (0, 1))
-        may = mask
-        if is_causal:
-            may = may & (j <= i)
-        if window is not None:
-            left, right = window if isinstance(window, tuple) else (window, window)
-            may = may & (j >= i - left) & (j - right <= i)
+        may = whole_mask(mask, queries, keys, is_causal, window)
         return jnp.any(may & bad[:, None, None], -1).swapaxes(1, 2)
 
     return reached
+
+
+def whole_mask(
+    mask: jax.Array,
+    queries: int,
+    keys: int,
+    is_causal: bool,
+    window: int | tuple[int, int] | None,
+) -> jax.Array:
+    """The mask, bool [B, heads, s, t], of which each may be 1, with what these options mask."""
+    i, j = (lax.broadcasted_iota(jnp.int32, (queries, keys), d) for d in (0, 1))
+    if is_causal:
+        mask = mask & (j <= i)
+    if window is not None:
+        left, right = window if isinstance(window, tuple) else (window, window)
+        mask = mask & (j >= i - left) & (j - right <= i)
+    return mask

@@ -13,11 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ... import _config
 from ..._call import explain, plans
-from ..._call.forms import Call, Form, WhyNot, choose, decomposed
+from ..._call.forms import TRACED, Call, Form, WhyNot, choose, decomposed
 from ..._call.plans import Arrays, Machine, Path, Plan
 from ..._ranks import meshes
-from . import _cudnn, _nonfinite, _passes, flash_attention
+from . import _cudnn, _cudnn_by_chunks, _nonfinite, _passes, flash_attention
 from ._blockwise import Scores, default_precision
 from ._checks import scale_of, window_of
 from ._split_sequence import Params
@@ -31,8 +32,11 @@ _of_jax = jax.nn.dot_product_attention
 def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
     """`jax.nn.dot_product_attention`. On CPUs float16 is computed in float32: JAX 0.10 to 0.12 asks
     for a precision of its products that no CPU has, which fails once the call is compiled. A mask
-    keeps out what is not finite (_nonfinite.py)."""
-    mask = options.pop("mask", None)
+    keeps out what is not finite (_nonfinite.py). `sinks` [H] are those of :func:`attend`."""
+    mask, sinks = options.pop("mask", None), options.pop("sinks", None)
+    of_jax: Callable[..., jax.Array] = _in_types_of_cpus
+    if sinks is not None:
+        of_jax = functools.partial(_with_sinks, sinks)
     if mask is not None and q.ndim == mask.ndim == 4:
         reached = _nonfinite.reached_by_mask(
             mask,
@@ -41,9 +45,36 @@ def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: A
             options.get("is_causal", False),
             options.get("local_window_size"),
         )
-        attend = functools.partial(_in_types_of_cpus, mask=mask, **options)
+        attend = functools.partial(of_jax, mask=mask, **options)
         return _nonfinite.kept_out(attend, reached, q, k, v)
-    return _in_types_of_cpus(q, k, v, mask=mask, **options)
+    return of_jax(q, k, v, mask=mask, **options)
+
+
+def _with_sinks(
+    sinks: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    **options: Any,
+) -> jax.Array:
+    """JAX's attention to one key more, which is zero and has a value of zero. Its score is a bias,
+    the sink."""
+    shape = q.shape
+    q, k, v = _with_batch((q, k, v))
+    length, keys = q.shape[1], k.shape[1]
+    if mask is not None or is_causal or local_window_size is not None:
+        every = jnp.ones((1, 1, length, keys), bool)
+        mask = every if mask is None else every & mask
+        mask = _nonfinite.whole_mask(mask, length, keys, is_causal, local_window_size)
+        mask = jnp.pad(mask, [(0, 0)] * 3 + [(0, 1)], constant_values=True)
+    bias = jnp.pad(sinks[:, None], [(0, 0), (keys, 0)])[None, :, None]  # [1, H, 1, t + 1]
+    k, v = (jnp.pad(a, [(0, 0), (0, 1), (0, 0), (0, 0)]) for a in (k, v))
+    bias = bias.astype(jnp.promote_types(q.dtype, jnp.float32))
+    return _in_types_of_cpus(q, k, v, mask=mask, bias=bias, **options).reshape(shape)
 
 
 def _in_types_of_cpus(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
@@ -62,11 +93,15 @@ def attend(
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
     scale: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """``jax.nn.dot_product_attention`` with another choice of its form on GPUs."""
-    arrays, options = (q, k, v, mask), _Options(is_causal, local_window_size, scale)
+    """``jax.nn.dot_product_attention`` with another choice of its form on GPUs, and with a logit of
+    each head of queries in the denominator, `sinks` [H] (_sinks.py)."""
+    arrays, options = (q, k, v, mask, sinks), _Options(is_causal, local_window_size, scale)
     plan, form = choose(_FORMS, Call(arrays, options))
     assert form is not None
+    if sinks is not None and form is _FORMS[-1]:
+        _warn_if_slow_by_sinks(arrays, options, plan)
     o = form.run(arrays, options, plan)
     if meshes.platform() == "gpu" and plan.path != Path.FUSED:  # a kernel tells it itself
         explain.note_once(_OP, (q, k, v), (o,), plan)
@@ -87,16 +122,28 @@ class _Options:
         return Scores(scale, causal=self.is_causal, window=window_of(_OP, window))
 
 
-def _takes_cudnn(call: Call, machine: Machine) -> Plan | WhyNot:
-    (q, *_, mask), options = call.arrays, call.params
+def _takes_cudnn(call: Call, machine: Machine) -> Plan | WhyNot | None:
+    (q, *_, mask, sinks), options = call.arrays, call.params
     if mask is not None:
         return WhyNot("there is a mask")
+    if sinks is not None:
+        return None
     why = _cudnn.why_not_one_call(q, options.is_causal, options.local_window_size)
     return WhyNot(why) if why else plans.decomposed("one call of cuDNN")
 
 
+def _takes_cudnn_with_sinks(call: Call, machine: Machine) -> Plan | WhyNot | None:
+    """cuDNN by calls that give the log-sum-exp, to which sinks are added."""
+    *operands, mask, sinks = call.arrays
+    if sinks is None or mask is not None or not _fit(*operands):
+        return None
+    q, k, _ = _with_batch(operands)
+    why = _cudnn_by_chunks.why_not(q, k, call.params.scores(q), "contiguous", 1, None)
+    return WhyNot(why) if why else plans.decomposed("cuDNN's call, then the sinks")
+
+
 def _takes_kernel(call: Call, machine: Machine) -> Plan | WhyNot | None:
-    *operands, mask = call.arrays
+    *operands, mask, _ = call.arrays
     if mask is not None or meshes.platform() != "gpu" or not _fit(*operands):
         return None
     q, k, v = _with_batch(operands)
@@ -104,25 +151,36 @@ def _takes_kernel(call: Call, machine: Machine) -> Plan | WhyNot | None:
     return plan if plan.path == Path.FUSED else WhyNot(plan.reason)
 
 
-def _in_kernel(arrays: Arrays, options: _Options, plan: Plan) -> jax.Array:
-    q, k, v = _with_batch(arrays[:3])
+def _by_passes(
+    arrays: Arrays, options: _Options, plan: Plan, *, passes: _passes.Passes
+) -> jax.Array:
+    *operands, _, sinks = arrays
+    q, k, v = _with_batch(operands)
     params = Params(None, 1, options.scores(q), "contiguous", precision=default_precision())
-    o, _ = _passes.attend(params, _passes.KERNEL.gathered, q, k, v)
+    o, _ = _passes.attend(params, passes, q, k, v, sinks=sinks)
     return o.reshape(arrays[0].shape)
 
 
 def _by_jax(
     arrays: Arrays, options: _Options, plan: Plan, *, implementation: str | None = None
 ) -> jax.Array:
-    *operands, mask = arrays
+    *operands, mask, sinks = arrays
     return dot_product_attention(
-        *operands, mask=mask, **vars(options), implementation=implementation
+        *operands, mask=mask, sinks=sinks, **vars(options), implementation=implementation
     )
+
+
+def _warn_if_slow_by_sinks(arrays: Arrays, options: _Options, plan: Plan) -> None:
+    """Warns where cuDNN would take a call without its sinks."""
+    without_sinks = Call((*arrays[:-1], None), options)
+    if meshes.platform() == "gpu" and isinstance(_takes_cudnn(without_sinks, TRACED), Plan):
+        _config.fall_back("attention", f"one call of cuDNN takes no sinks; {plan.reason}")
 
 
 _FORMS: tuple[Form[Callable[..., jax.Array]], ...] = (
     Form(_takes_cudnn, functools.partial(_by_jax, implementation="cudnn")),
-    Form(_takes_kernel, _in_kernel),
+    Form(_takes_cudnn_with_sinks, functools.partial(_by_passes, passes=_passes.CUDNN.gathered)),
+    Form(_takes_kernel, functools.partial(_by_passes, passes=_passes.KERNEL.gathered)),
     decomposed(_by_jax, "JAX's attention, which keeps all scores"),
 )
 

@@ -22,6 +22,7 @@ from . import (
     _chunk_calls,
     _cudnn_by_chunks,
     _nonfinite,
+    _sinks,
     all_gather_attention,
     flash_attention,
 )
@@ -200,18 +201,20 @@ _Call = tuple[Params, Passes]
 
 
 def _run(
-    call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any
+    call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, *sinks: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     params, passes = call
     if segments[0] is not None:
         k, v = _nonfinite.in_keys(k, v)
     o, lse = passes.forward(params, q, k, v, *segments)
+    if sinks:
+        o, lse = _sinks.added(o, lse, *sinks)
     return o.astype(q.dtype), lse
 
 
 def _forward(run: Any, operands: Any, call: _Call) -> Any:
     o, lse = (checkpoint_name(a, ATTENTION) for a in run(call, *operands))
-    return (o, lse), (*operands, o, lse)
+    return (o, lse), (operands, o, lse)
 
 
 def _tangents(kept: Any, tangents: Any, call: _Call) -> Any:
@@ -222,17 +225,18 @@ def _tangents(kept: Any, tangents: Any, call: _Call) -> Any:
         "jflux.attention in forward mode computes its result again with the tangents, in XLA's "
         "operations",
     )
-    (params, _), operands, segments = call, kept[:3], kept[3]
+    (params, _), ((q, k, v, segments, *sinks), *_) = call, kept
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        return _run((params, BLOCKS.of(params)), q, k, v, segments)
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> Any:
+        return _run((params, BLOCKS.of(params)), q, k, v, segments, *sinks)
 
+    moving = (*tangents[:3], *tangents[4:])
     with jax.default_matmul_precision(params.precision):
-        return derivatives.jvp_of_moved(run, operands, tangents[:3])[1]
+        return derivatives.jvp_of_moved(run, (q, k, v, *sinks), moving)[1]
 
 
 def _backward(kept: Any, cotangents: Any, wanted: Any, call: _Call) -> Any:
-    (params, passes), (q, k, v, segments, o, lse) = call, kept
+    (params, passes), ((q, k, v, segments, *sinks), o, lse) = call, kept
     do, dlse = (
         jnp.zeros_like(a) if ct is None else ct for a, ct in zip((o, lse), cotangents, strict=True)
     )
@@ -241,8 +245,12 @@ def _backward(kept: Any, cotangents: Any, wanted: Any, call: _Call) -> Any:
         arrays = _nonfinite.in_log_sum_exps(*arrays)
     with jax.default_matmul_precision(params.precision):
         found = passes.backward(params, *arrays[:3], *segments, *arrays[3:])
-    own = [d.astype(a.dtype) for d, a in zip(found, (q, k, v), strict=True)]
-    return *(None if w is None else d for w, d in zip(wanted, own, strict=False)), None
+    gradients: list[Any] = [d.astype(a.dtype) for d, a in zip(found, (q, k, v), strict=True)]
+    gradients.append(None)
+    for sink in sinks:
+        _, lse, *_ = results = arrays[3:]
+        gradients.append(_sinks.gradient(sink, lse, _blockwise.delta_of(*results)))
+    return [None if w is None else d for w, d in zip(wanted, gradients, strict=True)]
 
 
 def _not_linear(*_: Any) -> Any:
@@ -266,13 +274,24 @@ def attend(
     k: jax.Array,
     v: jax.Array,
     segments: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> Any:
     """(o, log-sum-exp)."""
-    return _differentiable((params, passes), q, k, v, (segments,))
+    return _differentiable((params, passes), q, k, v, (segments,), *_given(sinks))
+
+
+def _given(sinks: jax.Array | None) -> tuple[jax.Array, ...]:
+    """As the last operands. None would be an operand without a type."""
+    return () if sinks is None else (sinks,)
 
 
 def attend_reference(
-    params: Params, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+    params: Params,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    sinks: jax.Array | None = None,
 ) -> Any:
     """:func:`attend` in XLA's operations, differentiated as they are written. With segments by
     :func:`_backward`: a derivative of what is written multiplies weights of zero with NaN."""
@@ -281,7 +300,8 @@ def attend_reference(
     )
     given = params, BLOCKS.of(params)
     if segments is not None:
-        return _differentiable(given, q, k, v, (segments,))
+        return _differentiable(given, q, k, v, (segments,), *_given(sinks))
     # Its loops are plain `lax`, whose carries have one type.
-    q, k, v = meshes.vary_together(meshes.axes_of(params.axis_name), q, k, v)
-    return _run(given, q, k, v, (None,))
+    operands = q, k, v, *_given(sinks)
+    q, k, v, *rest = meshes.vary_together(meshes.axes_of(params.axis_name), *operands)
+    return _run(given, q, k, v, (None,), *rest)

@@ -20,7 +20,7 @@ from ..collectives.exchange import (
     all_to_all,
     all_to_all_reference,
 )
-from . import ulysses_attention
+from . import _sinks, ulysses_attention
 from ._blockwise import Scores, default_precision
 from ._checks import check, check_heads, scale_of, softcap_of, window_of
 from ._forms import one_call, passes_of
@@ -71,6 +71,7 @@ class Options(TypedDict, total=False):
     layout: Layout
     window: int | tuple[int, int] | None
     segment_ids: Any
+    sinks: Any
     scale: float | None
     softcap: float | None
     ring: bool | None
@@ -100,6 +101,7 @@ def attention(
     layout: Layout = "zigzag",
     window: int | tuple[int, int] | None = None,
     segment_ids: Any = None,
+    sinks: Any = None,
     scale: float | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
@@ -117,7 +119,8 @@ def attention(
         s_ij = scale q_i . k_j            (with a softcap c: c tanh(s_ij / c))
         o_i  = sum_j exp(s_ij - l_i) v_j     l_i = log sum_j exp(s_ij)
 
-    over the j that i attends to. A query that attends to no position has o = 0 and l = -inf.
+    over the j that i attends to. A query that attends to no position has o = 0 and l = -inf. With
+    `sinks` the sum in l_i has one term more, exp(sinks_h), for which o_i has none.
 
     Keys and values are gathered once, with all of their G heads. With ``ring=True``, and by default
     if the gathered ones take more than 1 GiB on a rank, they go around a ring: a rank computes with
@@ -140,7 +143,8 @@ def attention(
     - cuDNN, without `window`, `segment_ids`, `softcap` and causal "striped" order, for heads of a
       multiple of 8 elements, up to 128, and parts of a multiple of 64 positions; gradients only
       without `return_lse`. It is one call where ``jax.nn.dot_product_attention`` means the same
-      (one rank, or no mask at all), and otherwise a few calls whose results are merged.
+      (one rank, or no mask at all, and no `sinks`), and otherwise a few calls whose results are
+      merged.
     - jflux's kernels, on Hopper GPUs, for heads of up to 256 elements. Gathered keys arrive while
       the kernel computes.
     - XLA's products, in blocks, which take several times as long (docs/experiments/0037, 0045, 0047
@@ -162,9 +166,14 @@ def attention(
         segment alone. A value that is not finite, such as NaN in padding that is a segment of its
         own, reaches the queries that attend to it, the gradients of these queries, and the
         gradients of the keys and values that these queries attend to. It reaches nothing else.
+      sinks: [H], floating: a logit of each head of q in the denominator of its softmax, as in
+        gpt-oss (arXiv 2508.10925; StreamingLLM, arXiv 2309.17453). Neither `scale` nor `softcap`
+        changes it. Differentiable, and the same on all ranks of `axis_name` and `heads_axis`; where
+        another axis splits heads, those of the rank's own. A sink of -inf is none.
       scale: by default 1 / sqrt(D).
       softcap: c, as above (arXiv 2408.00118, section 2).
-      return_lse: return l too, float32 (float64 for float64). Both are differentiable.
+      return_lse: return l too, float32 (float64 for float64). Both are differentiable. l counts the
+        sinks: before :func:`jflux.merge_attention` give them to one part alone, or to the merge.
       ring: True: around a ring; False: gather; None: by size.
       mesh: outside ``shard_map``, with global arrays: by default the ambient one, or the operands'.
       q_spec: how global q, k and v are sharded besides, such as ``P("data")``; by default as q's
@@ -187,31 +196,37 @@ def attention(
         axis_name, heads_axis, causal, layout, window, scale, softcap, return_lse, ring, mesh,
         q_spec,
     )  # fmt: skip
-    return _global_attention(options, q, k, v, segment_ids)
+    return _global_attention(options, q, k, v, segment_ids, sinks)
 
 
 @functools.wraps(attention, assigned=())
-def reference(q: Any, k: Any, v: Any, *, segment_ids: Any = None, **options: Any) -> Any:
+def reference(
+    q: Any, k: Any, v: Any, *, segment_ids: Any = None, sinks: Any = None, **options: Any
+) -> Any:
     """:func:`jflux.attention` in plain `lax`, on every platform: in blocks, with `lax`'s exchanges,
     and differentiated as it is written, less with `segment_ids`: then in blocks too."""
-    return _global_attention(_Options(**options, is_reference=True), q, k, v, segment_ids)
+    return _global_attention(_Options(**options, is_reference=True), q, k, v, segment_ids, sinks)
 
 
-def _global_attention(options: _Options, q: Any, k: Any, v: Any, segment_ids: Any) -> Any:
+def _global_attention(
+    options: _Options, q: Any, k: Any, v: Any, segment_ids: Any, sinks: Any
+) -> Any:
     """Checks the operands of a call, global arrays or one rank's, and computes it."""
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     check(_OP, q, k, v, segment_ids)
+    sinks = _sinks.check(_OP, sinks, q.shape[2])
     check_layout(_OP, options.layout)
     body = functools.partial(_attention, options, options.scores(q))
-    operands = {"q": q, "k": k, "v": v, "segment_ids": segment_ids}
+    operands = {"q": q, "k": k, "v": v, "segment_ids": segment_ids, "sinks": sinks}
     names = meshes.axes_of(options.axis_name, options.heads_axis)
     if not names or meshes.is_bound(names):
         return body(**operands)
     spec = global_arrays._with_axis(global_arrays._spec(q, options.q_spec), 4, 1, names)
     rows, numbers = PartitionSpec(*spec[:3]), PartitionSpec(*spec[:2])
+    specs = {"q": spec, "k": spec, "v": spec, "segment_ids": numbers}
     return global_arrays.with_specs(
-        body, "attention", operands, {"q": spec, "k": spec, "v": spec, "segment_ids": numbers},
+        body, "attention", operands, specs | {"sinks": PartitionSpec(*spec[2:3])},
         axis_name=names, mesh=options.mesh,
         out_specs=(spec, rows) if options.return_lse else spec,
     )  # fmt: skip
@@ -224,6 +239,7 @@ def _attention(
     k: jax.Array,
     v: jax.Array,
     segment_ids: jax.Array | None,
+    sinks: jax.Array | None,
 ) -> Any:
     """The attention of one rank's arrays."""
     gather, exchange = (
@@ -237,7 +253,9 @@ def _attention(
         q, k, v = ulysses_attention.to_heads(axis, q, k, v, exchange)
         if segment_ids is not None:
             segment_ids = gather(segment_ids, axis_name=axis, axis=1, tiled=True)
-    o, lse = _over_sequence(options, scores, q, k, v, segment_ids)
+        if sinks is not None:
+            sinks = _sinks.of_own_heads(sinks, axis)
+    o, lse = _over_sequence(options, scores, q, k, v, segment_ids, sinks)
     if axis is not None:
         o = ulysses_attention.to_positions(axis, o, exchange)
         if options.return_lse:
@@ -252,6 +270,7 @@ def _over_sequence(
     k: jax.Array,
     v: jax.Array,
     segment_ids: jax.Array | None,
+    sinks: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     """(o, log-sum-exp) of a sequence that is split over `axis_name` alone. The log-sum-exp is None
     if o is one call of cuDNN, which returns none; with `return_lse` it is not that call."""
@@ -259,19 +278,20 @@ def _over_sequence(
     _, ranks = meshes.rank_and_size(axis)
     check_length(_OP, options.layout, ranks, "q", q)
     if 0 in q.shape or 0 in k.shape:
-        return jnp.zeros_like(q), jnp.full(q.shape[:3], -jnp.inf, sum_dtype(q.dtype))
+        lse = jnp.full(q.shape[:3], -jnp.inf, sum_dtype(q.dtype))
+        return _sinks.added(jnp.zeros_like(q), lse, sinks)
     params = Params(
         axis, ranks, scores, options.layout, _goes_around(options.ring, k, v, ranks),
         options.return_lse, default_precision(),
     )  # fmt: skip
     passes = None
     if not options.is_reference:
-        passes = passes_of(params, q, k, v, segment_ids)
+        passes = passes_of(params, q, k, v, segment_ids, sinks)
         if passes.forward is one_call:  # JAX has its derivative
             return one_call(params, q, k, v, segment_ids)
     if passes is None:
-        return attend_reference(params, q, k, v, segment_ids)
-    return attend(params, passes, q, k, v, segment_ids)
+        return attend_reference(params, q, k, v, segment_ids, sinks)
+    return attend(params, passes, q, k, v, segment_ids, sinks)
 
 
 def _goes_around(ring: bool | None, k: jax.Array, v: jax.Array, ranks: int) -> bool:

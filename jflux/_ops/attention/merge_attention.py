@@ -9,9 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from . import _sinks
+
 
 def merge_attention(
-    outputs: Sequence[jax.Array] | jax.Array, log_sum_exps: Sequence[jax.Array] | jax.Array
+    outputs: Sequence[jax.Array] | jax.Array,
+    log_sum_exps: Sequence[jax.Array] | jax.Array,
+    *,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over all keys, from attention over disjoint parts of them.
 
@@ -22,17 +27,20 @@ def merge_attention(
 
     in float32 (float64 for float64). A part without keys has l_p = -inf, and does not count,
     whatever its output is; if no part has any, o is 0 and l is -inf. Differentiable in both modes,
-    in the log-sum-exps too.
+    in the log-sum-exps and `sinks` too.
 
     Args:
       outputs: P arrays [..., H, D], or one [P, ..., H, D].
       log_sum_exps: P arrays [..., H], or one [P, ..., H].
+      sinks: [H], floating: a logit of each head in the denominator of its softmax, as in
+        :func:`jflux.attention`, which no part has counted. The sum in l has one term more,
+        exp(sinks_h), for which o has none.
 
     Returns:
       (o [..., H, D] of the outputs' type, l [..., H] in float32 or float64).
 
     Raises:
-      ValueError: shapes that do not fit.
+      ValueError, TypeError: operands that do not fit.
 
     Examples:
       >>> q, k1, v1, k2, v2 = jax.random.normal(jax.random.key(0), (5, 1, 8, 2, 4))
@@ -48,6 +56,7 @@ def merge_attention(
             f"jflux.merge_attention: outputs [P, ..., H, D] have shape {out.shape}, so "
             f"log_sum_exps must have shape {out.shape[:-1]}, got {lse.shape}"
         )
+    sinks = _sinks.check("jflux.merge_attention", sinks, lse.shape[-1] if lse.ndim > 1 else 0)
     wide = jnp.promote_types(jnp.promote_types(out.dtype, lse.dtype), jnp.float32)
     lse = lse.astype(wide)
     counts = lse != -jnp.inf  # NaN counts
@@ -59,8 +68,10 @@ def merge_attention(
     any_counts = total != 0
     safe = jnp.where(any_counts, total, 1)
     terms = jnp.where(counts[..., None], weights[..., None] * out.astype(wide), 0)
-    merged = (jnp.sum(terms, 0) / safe[..., None]).astype(out.dtype)
-    return merged, jnp.where(any_counts, jnp.log(safe) + base, -jnp.inf)
+    merged = jnp.sum(terms, 0) / safe[..., None]
+    lse = jnp.where(any_counts, jnp.log(safe) + base, -jnp.inf)
+    merged, lse = _sinks.added(merged, lse, sinks)
+    return merged.astype(out.dtype), lse
 
 
 def _stacked(name: str, parts: Sequence[jax.Array] | jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from ..collectives.exchange import (
     all_to_all,
     all_to_all_reference,
 )
+from . import _sinks
 from ._checks import check, check_heads, window_of
 from ._one_device import attend, dot_product_attention
 
@@ -32,6 +33,7 @@ def ulysses_attention(
     causal: bool = False,
     window: int | tuple[int, int] | None = None,
     segment_ids: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     scale: float | None = None,
     core: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
@@ -59,11 +61,14 @@ def ulysses_attention(
       window: position i attends to i - left to i + right: (left, right), or one number for both.
       segment_ids: int [B, S/N]; positions attend to those of the same segment alone. Makes a mask
         [B, 1, S, S].
+      sinks: [H], floating: a logit of each head of q in the denominator of its softmax, as in
+        :func:`jflux.attention`; the same on all ranks of `axis_name`. Differentiable.
       scale: of the scores; by default 1 / sqrt(D).
       core: what attends, called as ``core(q, k, v, is_causal=..., scale=..., mask=...,
-        local_window_size=...)`` for q [B, S, H/N, D] and k, v [B, S, heads, D]. By default
-        ``jax.nn.dot_product_attention``; on GPUs its cuDNN form, where that takes such a call, or
-        else jflux's kernel, where that does. (Its other form keeps all scores.)
+        local_window_size=...)`` for q [B, S, H/N, D] and k, v [B, S, heads, D], and with `sinks`
+        with ``sinks=``, [H/N]. By default ``jax.nn.dot_product_attention``; on GPUs its cuDNN form,
+        where that takes such a call, or else jflux's kernel, where that does. (Its other form keeps
+        all scores.)
 
     Returns:
       [B, S/N, H, D], which varies over `axis_name`.
@@ -81,7 +86,7 @@ def ulysses_attention(
     """
     return _ulysses(
         (all_gather, all_to_all), core or attend, q, k, v, axis_name, causal, window, segment_ids,
-        scale,
+        sinks, scale,
     )  # fmt: skip
 
 
@@ -94,6 +99,7 @@ def reference(
     causal: bool = False,
     window: int | tuple[int, int] | None = None,
     segment_ids: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     scale: float | None = None,
     core: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
@@ -102,7 +108,7 @@ def reference(
     xla = functools.partial(dot_product_attention, implementation="xla")
     return _ulysses(
         (all_gather_reference, all_to_all_reference), core or xla, q, k, v, axis_name, causal,
-        window, segment_ids, scale,
+        window, segment_ids, sinks, scale,
     )  # fmt: skip
 
 
@@ -116,12 +122,14 @@ def _ulysses(
     causal: bool,
     window: int | tuple[int, int] | None,
     segment_ids: jax.Array | None,
+    sinks: jax.Array | None,
     scale: float | None,
 ) -> jax.Array:
     op = "jflux.ulysses_attention"
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     check(op, q, k, v, segment_ids)
+    sinks = _sinks.check(op, sinks, q.shape[2])
     pair = window_of(op, window)
     check_heads(op, q, k, meshes.axis_size(axis_name))
     gather, exchange = exchanges
@@ -133,7 +141,8 @@ def _ulysses(
     scale = 1 / math.sqrt(max(1, q.shape[3])) if scale is None else scale
     if pair is not None:  # no more than there are positions, to which `core` may add them
         pair = min(pair[0], q.shape[1]), min(pair[1], q.shape[1])
-    y = core(q, k, v, is_causal=causal, scale=scale, mask=mask, local_window_size=pair)
+    more = {} if sinks is None else {"sinks": _sinks.of_own_heads(sinks, axis_name)}
+    y = core(q, k, v, is_causal=causal, scale=scale, mask=mask, local_window_size=pair, **more)
     return to_positions(axis_name, y, exchange)
 
 
