@@ -10,9 +10,9 @@ def draw(*shapes, seed=0, dtype=np.float64):
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
-def plain(q, k, v, lengths, window=None, softcap=None, scale=None):
+def plain(q, k, v, lengths, window=None, softcap=None, scale=None, sinks=None):
     """(attention, log-sum-exp) of q [b, h, d] to the first positions of k, v [b, s, g, d], whose
-    last one is q's own."""
+    last one is q's own. With sinks [h] the softmax has one more column, which is dropped."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
     scale = q.shape[2] ** -0.5 if scale is None else scale
@@ -20,13 +20,17 @@ def plain(q, k, v, lengths, window=None, softcap=None, scale=None):
         group = h // (q.shape[1] // k.shape[2])
         start = 0 if window is None else max(0, lengths[b] - 1 - window)
         at = slice(start, lengths[b])
-        if start == lengths[b]:
+        if start == lengths[b] and sinks is None:
             continue
         scores = k[b, at, group] @ q[b, h] * scale
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
+        if sinks is not None:
+            scores = np.append(scores, sinks[h])
+        if scores.max() == -np.inf:  # of a sink alone
+            continue
         weights = np.exp(scores - scores.max())
-        out[b, h] = weights @ v[b, at, group] / weights.sum()
+        out[b, h] = weights[: lengths[b] - start] @ v[b, at, group] / weights.sum()
         lse[b, h] = np.log(weights.sum()) + scores.max()
     return out, lse
 

@@ -194,6 +194,20 @@ def test_a_window_of_numpy():
         check(got, plain(*operands, lengths))
 
 
+@EITHER
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("world", COUNTS)
+def test_sinks(world, dtype, module):
+    """They count once, also where a rank or a sequence has no position."""
+    here = 3
+    lengths = np.arange(here * world + 1, dtype=np.int32)
+    shapes = (len(lengths), 4, 4), *[(len(lengths), here * world, 2, 4)] * 2
+    operands = draw(*shapes, seed=1, dtype=jnp.dtype(dtype))
+    options = {"window": 4, "softcap": 2.0, "sinks": np.array([0.5, -np.inf, 3, -2], np.float32)}
+    got = jax.jit(over_ranks(world, module=module, **options))(*operands, lengths)
+    check(got, plain(*operands, lengths, **options), jnp.dtype(dtype))
+
+
 # ---- Pages ---------------------------------------------------------------------------------------
 
 
@@ -205,8 +219,10 @@ def test_pages(world, window):
     q, k, v = draw((3, 4, 4), (3, s, 2, 4), (3, s, 2, 4))
     lengths = np.array([s, s // 2 + 1, 0], np.int32)
     (k_pages, table), (v_pages, _) = (paged(a, world, size) for a in (k, v))
-    got = jax.jit(over_ranks(world, window=window))(q, k_pages, v_pages, lengths, table)
-    check(got, plain(q, k, v, lengths, window))
+    (sinks,) = draw((4,), seed=2)
+    for options in ({"window": window}, {"window": window, "sinks": sinks}):
+        got = jax.jit(over_ranks(world, **options))(q, k_pages, v_pages, lengths, table)
+        check(got, plain(q, k, v, lengths, **options))
     # Pages that nothing is in, or that the window has left behind, need not be there.
     start = np.arange(world * each) * size
     gone = start >= lengths[:, None]
@@ -295,6 +311,45 @@ def test_gradients(world, check_vma):
 
     got = jax.jit(lambda: run(lambda *a: split(*a, lengths)))()
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(run(whole)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("world", [n for n in (2, 1, 3) if n <= RANKS])
+def test_gradients_of_sinks(world, check_vma):
+    """And of the rest beside them, forward and backward; of a batch of sinks, under remat."""
+    s = 3 * world
+    operands = [*map(jnp.asarray, draw((3, 4, 4), (3, s, 2, 4), (3, s, 2, 4), (2, 4)))]
+    tangents = [*map(jnp.asarray, draw(*(a.shape for a in operands), seed=8))]
+    lengths = np.array([s, 0, s // 2 + 1], np.int32)
+    weights = draw((3, 4, 4), (3, 4), seed=7)
+    cache = P(None, "tp")
+    split = jax.shard_map(
+        lambda q, k, v, sinks: jflux.flash_decode(
+            q, k, v, lengths, axis_name="tp", sinks=sinks, return_lse=True
+        ),
+        mesh=make_mesh((world,)), in_specs=(P(), cache, cache, P()), out_specs=P(),
+        check_vma=check_vma,
+    )  # fmt: skip
+
+    def whole(q, k, v, sinks):
+        scores = jnp.einsum("bgrd,bsgd->bgrs", q.reshape(3, 2, 2, 4), k) / 2
+        scores = jnp.where((np.arange(s) < lengths[:, None])[:, None, None], scores, -1e30)
+        column = jnp.broadcast_to(sinks.reshape(2, 2, 1), (3, 2, 2, 1))
+        scores = jnp.concatenate([scores, column], -1)
+        p = jax.nn.softmax(scores)[..., :-1]
+        lse = jax.nn.logsumexp(scores, -1).reshape(3, 4)
+        return jnp.einsum("bgrs,bsgd->bgrd", p, v).reshape(3, 4, 4), lse
+
+    def run(f):
+        def g(q, k, v, sinks):
+            o, lse = jax.vmap(jax.checkpoint(f), (None, None, None, 0))(q, k, v, sinks)
+            return jnp.sum(o * weights[0]) + jnp.sum(lse * weights[1])
+
+        return jax.grad(g, (0, 1, 2, 3))(*operands), jax.jvp(g, operands, tangents)
+
+    got, want = (jax.jit(functools.partial(run, f))() for f in (split, whole))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
@@ -454,6 +509,7 @@ Q, K, N = (2, 4, 8), (2, 6, 2, 8), (2,)
         ([Q, K, K, N], {"window": -1}, "window=-1 must be a number of positions, 0 or more"),
         ([Q, K, K, N], {"window": 2.5}, "window=2.5 must be a number of positions, 0 or more"),
         ([Q, K, K, N], {"softcap": -1.0}, "softcap=-1.0 must be greater than 0"),
+        ([Q, K, K, N], {"sinks": np.zeros(8)}, r"sinks must be \[H\].* 4 heads .*got \(8,\)"),
         ([Q, K, K, N], {"block_table": np.zeros((3, 1), int)}, r"block_table must be \[B, P\] wit"),
         ([Q, K, K, N], {"block_table": np.zeros(2, int)}, r"block_table must be \[B, P\], got"),
     ],

@@ -72,6 +72,18 @@ def decoded(module, world, cache, q, k, v, starts, steps, **options):
 
 
 @EITHER
+@pytest.mark.parametrize("world", [n for n in (3, 1) if n <= RANKS])
+def test_sinks_of_one_token_at_a_time(world, module):
+    q, k, v = tokens(4)
+    sinks = np.array([0.5, -1, 2, -3, 0, 1])
+    starts = np.zeros(B, int)
+    _, o = decoded(module, world, empty(6), q, k, v, starts, 4, sinks=sinks)
+    for i in range(4):
+        want = row(q, k, v, starts + i + 1, sinks=sinks)
+        np.testing.assert_allclose(o[i], want, rtol=1e-12, atol=1e-12)
+
+
+@EITHER
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("world", COUNTS)
 def test_a_prompt_then_one_token_at_a_time(world, layout, module):
@@ -105,6 +117,7 @@ def test_a_prompt_then_one_token_at_a_time(world, layout, module):
 OPTIONS = {
     "none": {}, "window": {"window": 3}, "softcap": {"softcap": 2.0, "scale": 0.7},
     "both": {"window": 5, "softcap": 1.5},
+    "sinks": {"window": 5, "sinks": np.array([0.5, -1, 2, -np.inf, 0, 1])},
 }  # fmt: skip
 
 
@@ -179,24 +192,27 @@ def test_groups_side_by_side_and_no_vma():
 
 def test_derivatives_of_both_modes():
     q, k, v = tokens(4, seed=4)
+    sinks = np.array([0.5, -1, 2, -3, 0, 1])
 
-    def f(q, k, v):
-        o, _ = jflux.attend_to_cache(empty(6), q, k, v)
+    def f(q, k, v, sinks):
+        o, _ = jflux.attend_to_cache(empty(6), q, k, v, sinks=sinks)
         return jnp.sum(jnp.sin(o))
 
-    def plainly(q, k, v):
+    def plainly(q, k, v, sinks):
         k, v = (jnp.repeat(a, H // G, 2) for a in (k, v))
         s = jnp.einsum("bihd,bjhd->bhij", q, k) / D**0.5
-        weights = jax.nn.softmax(jnp.where(jnp.tri(4, dtype=bool), s, -jnp.inf))
+        s = jnp.where(jnp.tri(4, dtype=bool), s, -jnp.inf)
+        column = jnp.broadcast_to(sinks[:, None, None], (*s.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([s, column], -1))[..., :-1]
         return jnp.sum(jnp.sin(jnp.einsum("bhij,bjhd->bihd", weights, v)))
 
-    gradients = (jax.jit(jax.grad(g, (0, 1, 2)))(q, k, v) for g in (f, plainly))
+    gradients = (jax.jit(jax.grad(g, (0, 1, 2, 3)))(q, k, v, sinks) for g in (f, plainly))
     for one, other in zip(*gradients, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-10)
-    moved = tokens(4, seed=5)
+    moved = *tokens(4, seed=5), -sinks
 
     def slope(g):
-        return jax.jit(lambda *a: jax.jvp(g, a, tuple(moved))[1])(q, k, v)
+        return jax.jit(lambda *a: jax.jvp(g, a, moved)[1])(q, k, v, sinks)
 
     np.testing.assert_allclose(slope(f), slope(plainly))
 
@@ -348,6 +364,8 @@ def test_other_errors():
         jflux.attend_to_cache(empty(4), q, k, v, window=-1)
     with pytest.raises(ValueError, match="softcap=0 must be greater than 0"):
         jflux.attend_to_cache(empty(4), q, k, v, softcap=0)
+    with pytest.raises(ValueError, match=r"attend_to_cache: sinks must be \[H\].* 6 heads"):
+        jflux.attend_to_cache(empty(4), q, k, v, sinks=np.zeros(G))
     with pytest.raises(TypeError, match="q must be floating"):
         jflux.attend_to_cache(empty(4), q.astype(int), k, v)
     for dtype in (np.int8, jnp.float8_e4m3fn):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..._call import value_checks
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
-from . import _flash_decode_primitive, decode_merge
+from . import _flash_decode_primitive, _sinks, decode_merge
 from ._checks import DTYPES, scale_of, softcap_of, window_of
 
 _OP = "jflux.flash_decode"
@@ -23,6 +23,7 @@ class Options(TypedDict, total=False):
     axis_name: AxisName | None
     block_table: jax.Array | None
     window: int | tuple[int, int] | None
+    sinks: jax.Array | None
     softcap: float | None
     scale: float | None
 
@@ -67,6 +68,7 @@ def flash_decode(
     axis_name: AxisName | None = None,
     block_table: jax.Array | None = None,
     window: int | tuple[int, int] | None = None,
+    sinks: jax.Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
@@ -98,7 +100,7 @@ def flash_decode(
     What a cache has at positions that the query does not attend to reaches neither the result nor
     its derivatives, even if it is NaN.
 
-    Differentiable in q and the caches, in both modes.
+    Differentiable in q, the caches and `sinks`, in both modes.
 
     A length that is not from 0 to S is an error with the value, and so is an entry of `block_table`
     that is no page and not -1 (*Raises*, below). Nothing outside of the cache is read. Where the
@@ -107,7 +109,7 @@ def flash_decode(
     Args:
       q, k_cache, v_cache: of one type: float16, bfloat16, float32 or float64.
       lengths: integers [B], how many positions of the whole sequence are valid. One of length 0 has
-        the result 0, and the log-sum-exp -inf.
+        the result 0, and the log-sum-exp -inf, or the sink where there is one.
       axis_name: a mesh axis, or a tuple of them. None: the cache is whole.
       block_table: integers [B, P], for a paged cache (arXiv 2309.06180, section 4.1): k_cache and
         v_cache are then this rank's [pages, page size, G, D], entry p of a sequence's row is the
@@ -115,13 +117,15 @@ def flash_decode(
         -1: there is no page, and nothing attends to it.
       window: that of :func:`jflux.attention`: how many positions before its own, the last one, a
         query attends to; of (left, right), left.
+      sinks: [H], floating: a logit of each head of q in the denominator of its softmax, as in
+        :func:`jflux.attention`; the same on all ranks. They are added after the merge.
       softcap: bounds the scores.
       scale: of the scores; by default 1 / sqrt(D).
       return_lse: whether to return the log-sum-exp too.
 
     Returns:
       [B, H, D] of q's type; with `return_lse` also the logarithm of the sum of the exponentials of
-      the scores, [B, H], float32 or float64. They do not vary over `axis_name`.
+      the scores and of the sink, [B, H], float32 or float64. They do not vary over `axis_name`.
 
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced.
@@ -144,8 +148,8 @@ def flash_decode(
     """
     return _flash_decode(
         decode_merge.merge_over_ranks, _flash_decode_primitive.attend, q, k_cache, v_cache, lengths,
-        axis_name=axis_name, block_table=block_table, window=window, softcap=softcap, scale=scale,
-        return_lse=return_lse,
+        axis_name=axis_name, block_table=block_table, window=window, sinks=sinks, softcap=softcap,
+        scale=scale, return_lse=return_lse,
     )  # fmt: skip
 
 
@@ -158,6 +162,7 @@ def reference(
     axis_name: AxisName | None = None,
     block_table: jax.Array | None = None,
     window: int | tuple[int, int] | None = None,
+    sinks: jax.Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
@@ -166,8 +171,8 @@ def reference(
     return _flash_decode(
         decode_merge.reference, _flash_decode_primitive.attend_reference, q, k_cache, v_cache,
         lengths,
-        axis_name=axis_name, block_table=block_table, window=window, softcap=softcap, scale=scale,
-        return_lse=return_lse,
+        axis_name=axis_name, block_table=block_table, window=window, sinks=sinks, softcap=softcap,
+        scale=scale, return_lse=return_lse,
     )  # fmt: skip
 
 
@@ -182,11 +187,13 @@ def _flash_decode(
     axis_name: AxisName | None,
     block_table: Any,
     window: int | tuple[int, int] | None,
+    sinks: Any,
     softcap: float | None,
     scale: float | None,
     return_lse: bool,
 ) -> Any:
     _check(q, k, v, lengths, block_table)
+    sinks = _sinks.check(_OP, sinks, q.shape[1])
     span = window_of(_OP, window)
     scale, softcap = scale_of(_OP, scale, q.shape[2]), softcap_of(_OP, softcap)
     here = k.shape[1]
@@ -204,6 +211,7 @@ def _flash_decode(
     bounds = _flash_decode_primitive.bounds_of(lengths, span, rank * here)
     pair = attend(q, k, v, bounds, block_table, capacity=most, scale=scale, softcap=softcap)
     out, lse = (pair[..., :-1], pair[..., -1]) if axis_name is None else merge(pair, axis_name)
+    out, lse = _sinks.added(out, lse, sinks)  # once, not once on each rank
     out = out.astype(q.dtype)
     return (out, lse) if return_lse else out
 

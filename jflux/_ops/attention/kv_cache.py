@@ -14,7 +14,7 @@ from ..._call import value_checks
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from .._epilogue import sum_dtype
-from . import _flash_decode_primitive, decode_merge, flash_attention, update_cache
+from . import _flash_decode_primitive, _sinks, decode_merge, flash_attention, update_cache
 from ._blockwise import Positions, Scores
 from ._checks import DTYPES, scale_of, softcap_of, window_of
 from .sequence_layouts import Layout, check_length, own_positions
@@ -111,6 +111,7 @@ def attend_to_cache(
     *,
     axis_name: AxisName | None = None,
     window: int | tuple[int, int] | None = None,
+    sinks: jax.Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
 ) -> tuple[jax.Array, KVCache]:
@@ -137,6 +138,8 @@ def attend_to_cache(
       axis_name: a mesh axis, or a tuple of them. None: the cache is whole.
       window: that of :func:`jflux.attention`: how many positions before its own a token attends
         to; of (left, right), left.
+      sinks: [H], floating: a logit of each head of q in the denominator of its softmax, as in
+        :func:`jflux.attention`; the same on all ranks. Differentiable.
       softcap: c: a score x becomes ``c tanh(x / c)``.
       scale: of the scores; by default 1 / sqrt(D).
 
@@ -165,7 +168,7 @@ def attend_to_cache(
       >>> o.shape, cache.lengths.tolist()
       ((1, 1, 1, 4), [11])
     """
-    return _attend(_OPS, kv_cache, q, k, v, new_lengths, axis_name, window, softcap, scale)
+    return _attend(_OPS, kv_cache, q, k, v, new_lengths, axis_name, window, sinks, softcap, scale)
 
 
 def attend_to_cache_reference(
@@ -177,11 +180,14 @@ def attend_to_cache_reference(
     *,
     axis_name: AxisName | None = None,
     window: int | tuple[int, int] | None = None,
+    sinks: jax.Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """:func:`jflux.attend_to_cache` in plain `lax`, which does not raise on CPUs."""
-    return _attend(_REFERENCES, kv_cache, q, k, v, new_lengths, axis_name, window, softcap, scale)
+    return _attend(
+        _REFERENCES, kv_cache, q, k, v, new_lengths, axis_name, window, sinks, softcap, scale
+    )
 
 
 def new_positions(
@@ -262,12 +268,14 @@ def _attend(
     new_lengths: Any,
     axis_name: AxisName | None,
     window: int | tuple[int, int] | None,
+    sinks: Any,
     softcap: float | None,
     scale: float | None,
 ) -> tuple[jax.Array, KVCache]:
     op = "jflux.attend_to_cache"
     _check_cache(op, kv_cache, k, v, new_lengths, "new_lengths")
     _check_queries(op, q, k)
+    sinks = _sinks.check(op, sinks, q.shape[2])
     span, softcap = window_of(op, window), softcap_of(op, softcap)
     rank, ranks = meshes.rank_and_size(axis_name)
     tokens, here = q.shape[1], kv_cache.keys.shape[1]
@@ -303,7 +311,8 @@ def _attend(
         o, lse = _attend_to_local_keys(q_here, keys, values, positions, own, scores)
         pair = jnp.concatenate([o, lse[..., None]], -1)
         pair = jnp.where((positions < capacity)[..., None, None], pair, jnp.nan)
-    o = pair[..., :-1] if axis_name is None else ops.merge(pair, axis_name)[0]
+    o, lse = (pair[..., :-1], pair[..., -1]) if axis_name is None else ops.merge(pair, axis_name)
+    o, _ = _sinks.added(o, lse, sinks)  # once, not once on each rank
     return o.astype(q.dtype), KVCache(keys, values, grown)
 
 
