@@ -41,7 +41,7 @@ def operands(heads, groups, length, seed=0):
     return [rng.standard_normal(shape) / shape[0] ** 0.5 for shape in shapes]
 
 
-def plain(x, query, key, value, out, window=None):
+def plain(x, query, key, value, out, window=None, sinks=None):
     q, k, v = (np.einsum("bsd,dhc->bshc", x, w) for w in (query, key, value))
     q, k = np.asarray(jnn.rotary(q)), np.asarray(jnn.rotary(k))
     group, length = q.shape[2] // k.shape[2], x.shape[1]
@@ -51,7 +51,8 @@ def plain(x, query, key, value, out, window=None):
     if window is not None:
         may &= ~np.tri(length, k=-window, dtype=bool)
     weights = np.exp(np.where(may, scores, -np.inf))
-    weights /= weights.sum(-1, keepdims=True)
+    total = weights.sum(-1, keepdims=True)
+    weights /= total if sinks is None else total + np.exp(sinks)[:, None, None]
     return np.einsum("bhst,bthc,hcd->bsd", weights, v, out)
 
 
@@ -188,6 +189,39 @@ def test_a_window():
     del options["cache_core"]
     with pytest.raises(ValueError, match="core is not told about the cache; pass cache_core="):
         jnn.attention(x[:, :1], *weights, cache=cache, **options)
+
+
+@pytest.mark.parametrize("way", [(2, 2), (1, 2)] if RANKS >= 4 else [(1, 1)], ids=str)
+def test_sinks(way):
+    """Of a prompt, of one token and of several, also by a core of one's own."""
+    x, *weights = operands(4, 2, 8, seed=2)
+    sinks, mesh = np.array([0.5, -1.0, 2.0, 0.0]), make_mesh(way, ("cp", "tp"))
+    options = {
+        "axis_name": "tp", "context_axis": "cp", "rotate": jnn.rotary, "mesh": mesh, "sinks": sinks,
+        "cache_core": functools.partial(jflux.attend_to_cache, axis_name="cp", window=2),
+    }  # fmt: skip
+    cache = jnn.init_cache(
+        B, 8, 4, C, num_kv_heads=2, dtype=x.dtype, axis_name="tp", context_axis="cp", mesh=mesh
+    )
+    want = plain(x, *weights, sinks=sinks)
+
+    @jax.jit
+    def run(x, cache):
+        prompt = jflux.reorder_for_causal(x[:, :4], way[0])
+        y, cache = jnn.attention(prompt, *weights, cache=cache, prefill=True, **options)
+        in_window, _ = jnn.attention(x[:, 4:6], *weights, cache=cache, **options)
+        del options["cache_core"]
+        one, cache = jnn.attention(
+            x[:, 4:5], *weights, cache=cache, sequence_parallel=False, **options
+        )
+        two, _ = jnn.attention(x[:, 5:7], *weights, cache=cache, **options)
+        return jflux.restore_order(y, way[0]), one, two, in_window
+
+    y, one, two, in_window = run(x, cache)
+    close(y, want[:, :4])
+    close(one, want[:, 4:5])
+    close(two, want[:, 5:7])
+    close(in_window, plain(x, *weights, window=3, sinks=sinks)[:, 4:6])
 
 
 @pytest.mark.skipif(RANKS < 4, reason="four ranks")

@@ -40,7 +40,8 @@ def operands(heads, groups, seed=0):
     return [rng.standard_normal(shape) / shape[0] ** 0.5 for shape in shapes]
 
 
-def plain(x, query, key, value, out, *, ids=None, rotate=True, causal=True):
+def plain(x, query, key, value, out, sinks=None, *, ids=None, rotate=True, causal=True):
+    """With sinks the softmax has one more column, which is dropped."""
     q, k, v = (jnp.einsum("bsd,dhc->bshc", x, w) for w in (query, key, value))
     if rotate:
         q, k = jnn.rotary(q), jnn.rotary(k)
@@ -50,7 +51,11 @@ def plain(x, query, key, value, out, *, ids=None, rotate=True, causal=True):
     may = jnp.tri(S, dtype=bool)[None] if causal else jnp.ones((1, S, S), bool)
     if ids is not None:
         may = may & (ids[:, :, None] == ids[:, None, :])
-    weights = jax.nn.softmax(jnp.where(may[:, None], scores, -jnp.inf))
+    scores = jnp.where(may[:, None], scores, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, column], -1)
+    weights = jax.nn.softmax(scores)[..., :S]
     return x + jnp.einsum("bhst,bthc,hcd->bsd", weights, v, out)
 
 
@@ -128,6 +133,54 @@ def test_inside_shard_map_with_documents(context, tensor, sequence_parallel):
     same(got, both(functools.partial(plain, ids=ids), arrays))
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("context, tensor", [(2, 2), (1, 2), (1, 1)])
+def test_sinks(context, tensor, inside):
+    """Those of each rank's heads inside shard_map; global ones, with a core of one's own."""
+    if context * tensor > RANKS:
+        pytest.skip("too few devices")
+    arrays = [*operands(4, 2), np.array([0.5, -1.0, 3.0, 0.0])]
+    mesh = make_mesh((context, tensor), ("cp", "tp"))
+
+    def core(q, k, v, *, mask, is_causal, sinks):
+        return jflux.attention(q, k, v, axis_name="cp", causal=is_causal, sinks=sinks)
+
+    def layer(x, query, key, value, out, sinks, core=None, **over):
+        return jnn.attention(
+            x, query, key, value, out, sinks=sinks, axis_name="tp", context_axis="cp", core=core,
+            is_causal=True, rotate=jnn.rotary, residual=x, **over,
+        )  # fmt: skip
+
+    heads, sequence = P(None, "tp", None), P(None, ("cp", "tp"))
+    f = functools.partial(layer, mesh=mesh, core=core)
+    if inside:
+        f = jax.shard_map(
+            layer, mesh=mesh, in_specs=(sequence, heads, heads, heads, P("tp"), P("tp")),
+            out_specs=sequence,
+        )  # fmt: skip
+    same(both(reordered(f, context, "zigzag"), arrays), both(plain, arrays))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_sinks_without_a_context_axis(masked):
+    """In JAX's attention."""
+    arrays = [*operands(4, 2), np.array([0.5, -1.0, 3.0, 0.0])]
+    ids = np.sort(np.random.default_rng(1).integers(3, size=(B, S)), 1) if masked else None
+    mask = (ids[:, :, None] == ids[:, None, :])[:, None] if masked else None
+    mesh = make_mesh((min(2, RANKS),))
+
+    def layer(x, query, key, value, out, sinks):
+        return jnn.attention(
+            x, query, key, value, out, sinks=sinks, axis_name="tp", is_causal=True, mask=mask,
+            rotate=jnn.rotary, residual=x, mesh=mesh,
+        )  # fmt: skip
+
+    want = both(functools.partial(plain, ids=ids), arrays)
+    same(both(layer, arrays), want, 1e-5)  # its scores are float32
+    with pytest.raises(ValueError, match=r"jflux.nn.attention: sinks must be \[H\].* 4 heads"):
+        layer(*arrays[:5], np.zeros(2))
+
+
 def test_a_core_of_a_window():
     arrays = operands(4, 4)
     mesh = make_mesh((2, 1), ("cp", "tp"))
@@ -165,6 +218,7 @@ def test_layers(kind):
     options = {
         "num_kv_heads": 2, "is_causal": True, "rotate": jnn.rotary, "context_axis": "cp",
         "dtype": jnp.float64, "param_dtype": jnp.float64, "use_bias": False, "head_dim": C,
+        "use_sinks": True, "bias_init": nn.initializers.normal(1.0),
     }  # fmt: skip
     ids = np.sort(np.random.default_rng(1).integers(3, size=(B, S)), 1)
     in_order = jflux.reorder_for_causal(ids, 2)
@@ -186,9 +240,11 @@ def test_layers(kind):
 
         def whole(x, params):
             names = ("query", "key", "value", "out")
-            return plain(x, *(params[name]["kernel"] for name in names), ids=ids)
+            weights = (params[name]["kernel"] for name in names)
+            return plain(x, *weights, params["sinks"], ids=ids)
 
         params = jax.tree.map(np.asarray, params)
+        assert params["sinks"].shape == (4,) and params["sinks"].any()
         got = both(reordered(call, 2, "zigzag"), (x, params))
         same(got, both(whole, (x, params)))
 
@@ -305,6 +361,18 @@ def test_masks_dropout_and_weights_fall_back(kind, lenient, caplog):
             ours(x, deterministic=False, **rngs)
     dropped = ours(x, deterministic=False, **rngs)
     assert dropped.shape == x.shape and np.abs(dropped - got).max() > 1e-3
+
+
+def test_attention_fn_with_sinks(lenient):
+    """Flax's own attention has none."""
+    q, k, v, mask = *np.ones((3, 1, 4, 2, C)), np.ones((1, 1, 4, 4), bool)
+    options = {"causal": True, "mesh": make_mesh((2,), ("cp",)), "sinks": np.array([0.5, 2.0])}
+    fn = jax.jit(jnn.attention_fn("cp", layout="contiguous", **options))
+    keys = np.arange(1.0, 5)[:, None]
+    want = keys / (keys + np.exp(options["sinks"] - C**0.5))
+    np.testing.assert_allclose(fn(q, k, v)[0, :, :, 0], want)
+    with pytest.raises(ValueError, match="sinks= are not for what falls back"):
+        fn(q, k, v, mask=mask)
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])

@@ -279,7 +279,8 @@ def test_a_language_model():
 def test_linen_parameters_have_logical_axes():
     with jax.set_mesh(make_mesh((4,))) as _:
         x, key = jnp.zeros((2, 8, WIDTH)), jax.random.key(0)
-        attention = jax.eval_shape(jlinen.Attention(HEADS).init, key, x)["params"]
+        attention = jlinen.Attention(HEADS, use_sinks=True)
+        attention = jax.eval_shape(attention.init, key, x)["params"]
         mlp = jax.eval_shape(jlinen.MLP(HIDDEN).init, key, x)["params"]
         tokens = jnp.zeros((2, 8), int)
         embed = jax.eval_shape(jlinen.Embed(VOCABULARY, WIDTH).init, key, tokens)["params"]
@@ -292,6 +293,7 @@ def test_linen_parameters_have_logical_axes():
             "key": {"kernel": ("embed", "kv_heads", "kv"), "bias": ("kv_heads", "kv")},
             "value": {"kernel": ("embed", "kv_heads", "kv"), "bias": ("kv_heads", "kv")},
             "out": {"kernel": ("heads", "kv", "embed"), "bias": ("embed",)},
+            "sinks": ("heads",),
         },
         {
             "up": {"kernel": ("embed", "mlp"), "bias": ("mlp",)},

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from .._ops._epilogue import in_rows, sum_dtype
 from .._ops._recipe import AnyRecipe
-from .._ops.attention import _one_device
+from .._ops.attention import _one_device, _sinks
 from .._ops.attention.attention import attention as over_ranks
 from .._ops.attention.kv_cache import KVCache, attend_to_cache, fill_cache, new_positions
 from .._ops.attention.sequence_layouts import Layout, check_layout, check_length, own_positions
@@ -42,6 +42,7 @@ class Options(TypedDict, total=False):
     context_axis: AxisName | None
     context_layout: Layout
     segment_ids: jax.Array | None
+    sinks: jax.Array | None
     new_lengths: jax.Array | None
     prefill: bool
     cache_core: Callable[..., tuple[jax.Array, KVCache]] | None
@@ -105,6 +106,7 @@ def attention(
     context_axis: AxisName | None = None,
     context_layout: Layout = "zigzag",
     segment_ids: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     cache: KVCache | None = None,
     new_lengths: jax.Array | None = None,
     prefill: bool = False,
@@ -155,20 +157,22 @@ def attention(
         :func:`rotary`. With `context_axis` it is called as ``rotate(q, position)``, with q
         [b, s/C, heads, c] and its positions int32 [s/C]; in decoding, with positions [b, t].
       core: called as ``core(q, k, v, mask=..., is_causal=...)`` for q [b, s, h/N, c] and k, v
-        [b, s, g/N, c]; by default ``jax.nn.dot_product_attention``, on GPUs by cuDNN for
-        calls that cuDNN takes (then there is no forward mode), or else by jflux's kernel for those
-        that it takes; with `context_axis` or a cache :func:`jflux.attention`. With `context_axis` q
-        has the rank's own s/C positions.
+        [b, s, g/N, c], with `sinks` also with ``sinks=``; by default
+        ``jax.nn.dot_product_attention``, on GPUs by cuDNN for calls that cuDNN takes (then there is
+        no forward mode), or else by jflux's kernel for those that it takes; with `context_axis` or
+        a cache :func:`jflux.attention`. With `context_axis` q has the rank's own s/C positions.
       context_axis: a mesh axis that the sequence is split over while attending, too.
       context_layout: which positions its ranks have, as in :func:`jflux.attention`.
       segment_ids: int [b, s/C], of documents, the same along `axis_name`; with `context_axis`.
+      sinks: [h/N], floating: a logit of each head of queries in the denominator of its softmax, as
+        in :func:`jflux.attention`. Differentiable.
       cache: keys and values of earlier tokens. Not with `mask` or `segment_ids`.
       new_lengths: int [b], how many of x's positions a sequence has, the same on all ranks. What
         follows them is padding: it is not written, and y has no meaning there. None: all.
       prefill: x is a prompt, and begins the sequences.
-      cache_core: in decoding, called as ``cache_core(cache, q, k, v, new_lengths)``; by default
-        :func:`jflux.attend_to_cache` along `context_axis`. Needed beside a `core`, which is that of
-        prompts alone.
+      cache_core: in decoding, called as ``cache_core(cache, q, k, v, new_lengths)``, with `sinks`
+        also with ``sinks=``; by default :func:`jflux.attend_to_cache` along `context_axis`. Needed
+        beside a `core`, which is that of prompts alone.
       sequence_parallel: False: x and the result are whole, [b, s, d], on all ranks.
       recipe: of the projections; scores and their sums are as without.
       preferred_element_type, precision, mesh, x_spec: as in :func:`jflux.all_gather_matmul`.
@@ -181,7 +185,7 @@ def attention(
     if len(bias) != 4:
         raise ValueError(f"{_OP}: bias must be four arrays or None, got {len(bias)}")
     operands = _Operands(
-        x, query, key, value, out, residual, mask, segment_ids, new_lengths,
+        x, query, key, value, out, residual, mask, segment_ids, sinks, new_lengths,
         *(cache or (None, None, None)), *bias,
     )  # fmt: skip
     options = _Options(
@@ -207,6 +211,7 @@ class _Operands:
     residual: Any
     mask: Any
     segment_ids: Any
+    sinks: Any
     new_lengths: Any
     cache_keys: Any
     cache_values: Any
@@ -250,6 +255,7 @@ class _Options:
                 raise ValueError(
                     f"{_OP}: {name} must be {shape}, got {w.shape}; reshape a matrix to it"
                 )
+        _sinks.check(_OP, a.sinks, a.query.shape[1])
         meshes.axes_of(self.context_axis, self.axis_name)  # which are different ones
         check_layout(_OP, self.context_layout)
         if self.context_axis is None and a.segment_ids is not None:
@@ -305,9 +311,10 @@ class _Options:
     ) -> tuple[jax.Array, KVCache | None]:
         """(o, the cache with k and v)."""
         axis, core, cache = self.context_axis, self.core, a.cache
+        sinks = {} if a.sinks is None else {"sinks": a.sinks}
         if cache is not None and not self.prefill:
             attend = self.cache_core or functools.partial(attend_to_cache, axis_name=axis)
-            return attend(cache, q, k, v, a.new_lengths)
+            return attend(cache, q, k, v, a.new_lengths, **sinks)
         if core is None and (axis is not None or cache is not None):
             core = functools.partial(
                 _over_ranks, axis_name=axis, layout=self.context_layout, segment_ids=a.segment_ids
@@ -319,7 +326,8 @@ class _Options:
         if 0 in q.shape:  # JAX's own divides by the number of heads
             return q, cache
         is_causal = self.is_causal or cache is not None
-        return (core or _one_device.attend)(q, k, v, mask=a.mask, is_causal=is_causal), cache
+        core = core or _one_device.attend
+        return core(q, k, v, mask=a.mask, is_causal=is_causal, **sinks), cache
 
 
 def _over_global_arrays(options: _Options, a: _Operands, mesh: Any, x_spec: Any) -> Any:
@@ -348,7 +356,7 @@ def _over_global_arrays(options: _Options, a: _Operands, mesh: Any, x_spec: Any)
     specs = _Operands(
         sequence, PartitionSpec(None, names, None), kv, kv, PartitionSpec(names, None, None),
         sequence, PartitionSpec(*mask_batch), PartitionSpec(*batch, context or None),
-        of_cache.lengths, of_cache.keys, of_cache.values, of_cache.lengths,
+        PartitionSpec(names), of_cache.lengths, of_cache.keys, of_cache.values, of_cache.lengths,
         PartitionSpec(names, None), kv_bias, kv_bias, PartitionSpec(),
     )  # fmt: skip
     y = global_arrays.with_specs(

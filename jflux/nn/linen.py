@@ -188,6 +188,8 @@ class Attention(_Layer):
         and ``cache_index``, the lengths, int32 [b]. They are split as
         :func:`jflux.nn.cache_specs` says.
       cache_core: as in :func:`jflux.nn.attention`.
+      use_sinks: there is a parameter ``sinks`` [heads], a logit of each head in the denominator of
+        its softmax (:func:`jflux.attention`). `bias_init` draws it.
       axes: logical names of d, of heads, of heads of keys and values, and of a head's elements.
     """
 
@@ -203,6 +205,7 @@ class Attention(_Layer):
     _: dataclasses.KW_ONLY
     decode: bool = False
     cache_core: Callable[..., tuple[jax.Array, KVCache]] | None = None
+    use_sinks: bool = False
 
     @nn.compact
     def __call__(
@@ -228,12 +231,15 @@ class Attention(_Layer):
             for name in ("key", "value")
         )
         out = self.product("out", (heads, c), (d,), (heads_axis, c_axis, embed))
+        sinks = None
+        if self.use_sinks:
+            sinks = _param(self, "sinks", self.bias_init, (heads_axis,), (heads,))
         x, *weights = in_one_type(self.dtype, x, *query, *key, *value, *out)
         options: Any = {
             "bias": weights[1::2], "mask": mask, "residual": residual, "is_causal": self.is_causal,
             "num_kv_heads": kv_heads, "rotate": self.rotate, "core": self.core,
             "context_axis": self.context_axis, "context_layout": self.context_layout,
-            "segment_ids": segment_ids, **options_of(self),
+            "segment_ids": segment_ids, "sinks": sinks, **options_of(self),
         }  # fmt: skip
         if not self.decode:
             return _attention.attention(

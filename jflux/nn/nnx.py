@@ -288,6 +288,8 @@ class Attention(_Layer):
       decode: calls take the tokens that follow those in the layer's cache, which
         :meth:`init_cache` makes. ``model.set_attributes(decode=True)`` sets it later.
       cache_core: as in :func:`jflux.nn.attention`.
+      use_sinks: there is a parameter ``sinks`` [heads], a logit of each head in the denominator of
+        its softmax (:func:`jflux.attention`). `bias_init` draws it.
       axes: logical names of the width, of heads, of heads of keys and values, and of a head's
         elements.
       options: of all layers; see :mod:`jflux.nn.nnx`.
@@ -308,6 +310,7 @@ class Attention(_Layer):
         context_layout: Layout = "zigzag",
         decode: bool = False,
         cache_core: Callable[..., tuple[jax.Array, KVCache]] | None = None,
+        use_sinks: bool = False,
         axes: Axes = ("embed", "heads", "kv_heads", "kv"),
         kernel_init: Initializer = _flax.kernel_init,
         bias_init: Initializer = _flax.bias_init,
@@ -328,6 +331,10 @@ class Attention(_Layer):
         self.key = self.product(new, d, (self.num_kv_heads, c), (embed, kv_axis, c_axis))
         self.value = self.product(new, d, (self.num_kv_heads, c), (embed, kv_axis, c_axis))
         self.out = self.product(new, (heads, c), d, (heads_axis, c_axis, embed))
+        self.use_sinks = use_sinks
+        if use_sinks:
+            sinks = bias_init(rngs.params(), (heads,), self.param_dtype)
+            self.sinks = _param(sinks, (heads_axis,), self.axis_name, self.rules)
 
     def __call__(
         self,
@@ -356,7 +363,8 @@ class Attention(_Layer):
             x, *weights[::2], bias=weights[1::2], mask=mask, residual=residual,
             is_causal=self.is_causal, num_kv_heads=self.num_kv_heads, rotate=self.rotate,
             core=self.core, context_axis=self.context_axis, context_layout=self.context_layout,
-            segment_ids=segment_ids, new_lengths=new_lengths, prefill=prefill,
+            segment_ids=segment_ids, sinks=self.sinks[...] if self.use_sinks else None,
+            new_lengths=new_lengths, prefill=prefill,
             cache=KVCache(*(a[...] for a in cached)) if cached else None,
             cache_core=self.cache_core, **options_of(self),
         )  # fmt: skip
