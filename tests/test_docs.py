@@ -53,6 +53,7 @@ SAMPLES = {
     ],
     "docs/guide/hosts.md": ["assert jflux.heap_report().platform == 'cpu'"],
     "docs/guide/long_sequences.md": [
+        "assert of_sinks.shape == (4,) and (of_sinks < 0).all()",
         "assert f'positions must be at most {length - 1}, got {length}' in error.get()",
         "assert y.shape == (2, 4, 8) and list(lengths) == [length, 10]",
         "wanted = jflux.restore_order(in_order[1], ranks)[1, :9]",
