@@ -791,6 +791,34 @@ def test_padding_that_is_not_a_number_reaches_no_sink(module):
     np.testing.assert_allclose(jax.jit(run)(*spoilt), jax.jit(run)(q, k, v), rtol=1e-12)
 
 
+@pytest.mark.parametrize("way", ["gathered", "ring", "heads", "global", "reference"])
+@pytest.mark.parametrize(("queries", "keys"), [(3, 5), (4, 1)])
+@pytest.mark.parametrize("world", [n for n in (1, 2, 3) if n <= RANKS])
+def test_keys_of_another_sequence(world, queries, keys, way):
+    heads, mesh = 2 * world, make_mesh((world,))
+    rng, split = np.random.default_rng([world, queries]), P(None, "tp")
+    shapes = ((2, world * n, heads, 4) for n in (queries, keys, keys))
+    q, k, v = (jnp.asarray(rng.standard_normal(shape)) for shape in shapes)
+    module = jflux.reference if way == "reference" else jflux
+    options = {"heads_axis" if way == "heads" else "axis_name": "tp", "return_lse": True}
+    if way == "global":
+        options["mesh"] = mesh
+    f = functools.partial(module.attention, ring=way == "ring", **options)
+    if way != "global":
+        f = jax.shard_map(f, mesh=mesh, in_specs=split, out_specs=split)
+
+    def both(f):
+        def loss(*operands):
+            o, lse = f(*operands)
+            return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(lse)), (o, lse)
+
+        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+
+    want = both(functools.partial(plain, mask=True))
+    for one, other in zip(*map(jax.tree.leaves, (both(f), want)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -799,7 +827,12 @@ def test_padding_that_is_not_a_number_reaches_no_sink(module):
         ({"sinks": np.zeros(4, int)}, TypeError, "sinks must be floating, got int64; cast them"),
         ({"q": (1, 4, 3, 4)}, ValueError, "3 heads of queries must be a multiple of 2"),
         ({"q": (4, 4, 4)}, ValueError, r"q must be \[B, S/N, heads, D\]"),
-        ({"v": (1, 4, 2, 3)}, ValueError, "must have the same B, S/N and D"),
+        ({"v": (1, 4, 2, 3)}, ValueError, "must have the same B and D, and k"),
+        (
+            {"k": (1, 6, 2, 4), "v": (1, 6, 2, 4), "causal": True},
+            ValueError,
+            "causal is about the positions of one sequence, but q has 4 and k 6 of them",
+        ),
         ({"k": np.zeros((1, 4, 2, 4), np.float32)}, TypeError, "must have one type"),
         ({"segment_ids": np.zeros((1, 5), int)}, ValueError, r"segment_ids must be \[B, S/N\]"),
         ({"segment_ids": np.zeros((1, 4))}, TypeError, "segment_ids must be integers"),

@@ -397,7 +397,10 @@ def test_a_core_of_ulysses_gets_the_sinks_of_its_heads():
     [
         (((1, 4, 3, 4), (1, 4, 1, 4), (1, 4, 1, 4)), "3 heads cannot be split over 2 ranks"),
         (((1, 4, 6, 4), (1, 4, 3, 4), (1, 4, 3, 4)), "3 heads of keys and values must be"),
-        (((1, 4, 4, 4), (1, 4, 4, 4), (1, 4, 2, 4)), "must have the same B, S/N and D"),
+        (
+            ((1, 4, 4, 4), (1, 4, 4, 4), (1, 4, 2, 4)),
+            "must have the same B and D, and k",
+        ),
         (((4, 4, 4), (1, 4, 4, 4), (1, 4, 4, 4)), r"q must be \[B, S/N, heads, D\]"),
         (((1, 4, 2, 4), (1, 4, 4, 4), (1, 4, 4, 4)), "2 heads of queries must be a multiple of 4"),
     ],

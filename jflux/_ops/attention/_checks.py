@@ -17,15 +17,25 @@ DTYPES = tuple(name for name, row in _native.FORMATS.items() if row.is_wide)
 _MOST_POSITIONS = np.iinfo(np.int32).max
 
 
-def check(op: str, q: Any, k: Any, v: Any, segment_ids: Any) -> None:
+def check(op: str, q: Any, k: Any, v: Any, segment_ids: Any, causal: bool, window: Any) -> None:
     """Raises ValueError or TypeError for operands that do not fit each other."""
     for name, a in {"q": q, "k": k, "v": v}.items():
         if a.ndim != 4:
             raise ValueError(f"{op}: {name} must be [B, S/N, heads, D], got {a.shape}")
-    if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+    if k.shape != v.shape or q.shape[::3] != k.shape[::3]:
         raise ValueError(
-            f"{op}: q [B, S/N, H, D] and k, v [B, S/N, G, D] must have the same "
-            f"B, S/N and D, got {q.shape}, {k.shape}, {v.shape}"
+            f"{op}: q [B, S/N, H, D] and k, v [B, T/N, G, D] must have the same B and D, and k and "
+            f"v one shape, got {q.shape}, {k.shape}, {v.shape}"
+        )
+    options = {
+        "causal": causal,
+        "window": window is not None,
+        "segment_ids": segment_ids is not None,
+    }
+    if is_cross(q, k) and (given := [name for name, is_given in options.items() if is_given]):
+        raise ValueError(
+            f"{op}: {given[0]} is about the positions of one sequence, but q has {q.shape[1]} and "
+            f"k {k.shape[1]} of them"
         )
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"{op}: q, k and v must have one type, got {q.dtype}, {k.dtype}, {v.dtype}")
@@ -44,6 +54,11 @@ def check(op: str, q: Any, k: Any, v: Any, segment_ids: Any) -> None:
         )
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise TypeError(f"{op}: segment_ids must be integers, got {segment_ids.dtype}")
+
+
+def is_cross(q: Any, k: Any) -> bool:
+    """Whether queries and keys are of two sequences, which have no positions in common."""
+    return bool(q.shape[1] != k.shape[1])
 
 
 def check_heads(op: str, q: Any, k: Any, ranks: int) -> None:

@@ -66,14 +66,19 @@ def why_not(q: jax.Array, k: jax.Array, length: int) -> str | None:
     return why_not_operands(q, length) or _why_not_here(q, k)
 
 
-def why_not_one_call(q: Any, is_causal: bool, window: int | tuple[int, int] | None) -> str | None:
-    """Why `jax.nn.dot_product_attention` cannot use cuDNN for queries q [..., S, H, D]; None: it
-    can."""
+def why_not_one_call(
+    q: Any, k: Any, is_causal: bool, window: int | tuple[int, int] | None
+) -> str | None:
+    """Why `jax.nn.dot_product_attention` cannot use cuDNN for queries q [..., S, H, D] and keys k
+    [..., T, G, D]; None: it can."""
     if meshes.platform() != "gpu":
         return NO_GPU
     if window is not None and not is_causal:
         return "cuDNN has no windows to the right"
-    return why_not_operands(q, q.shape[-3]) or (None if _is_recent_gpu() else OLD_GPU)
+    for length in {q.shape[-3], k.shape[-3]}:
+        if why := why_not_operands(q, length):
+            return why
+    return None if _is_recent_gpu() else OLD_GPU
 
 
 @functools.cache

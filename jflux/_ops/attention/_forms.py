@@ -27,7 +27,7 @@ from ._split_sequence import Params, Pass, gather_keys
 
 def _takes_one_call(call: Call, machine: Machine) -> Plan | None:
     """cuDNN's attention, by one call that computes all that is asked for."""
-    (q, _, _, segments, sinks), params = call.arrays, call.params
+    (q, k, _, segments, sinks), params = call.arrays, call.params
     scores = params.scores
     no_mask = not scores.causal and scores.window is None and not params.ring
     nothing_else = not params.return_lse and all(
@@ -36,7 +36,7 @@ def _takes_one_call(call: Call, machine: Machine) -> Plan | None:
     takes = (
         nothing_else
         and (params.ranks == 1 or no_mask)
-        and _cudnn.why_not_one_call(q, scores.causal, scores.window) is None
+        and _cudnn.why_not_one_call(q, k, scores.causal, scores.window) is None
     )
     return plans.decomposed("one call of cuDNN") if takes else None
 

@@ -123,12 +123,12 @@ class _Options:
 
 
 def _takes_cudnn(call: Call, machine: Machine) -> Plan | WhyNot | None:
-    (q, *_, mask, sinks), options = call.arrays, call.params
+    (q, k, _, mask, sinks), options = call.arrays, call.params
     if mask is not None:
         return WhyNot("there is a mask")
     if sinks is not None:
         return None
-    why = _cudnn.why_not_one_call(q, options.is_causal, options.local_window_size)
+    why = _cudnn.why_not_one_call(q, k, options.is_causal, options.local_window_size)
     return WhyNot(why) if why else plans.decomposed("one call of cuDNN")
 
 

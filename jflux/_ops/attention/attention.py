@@ -22,7 +22,7 @@ from ..collectives.exchange import (
 )
 from . import _sinks, ulysses_attention
 from ._blockwise import Scores, default_precision
-from ._checks import check, check_heads, scale_of, softcap_of, window_of
+from ._checks import check, check_heads, is_cross, scale_of, softcap_of, window_of
 from ._forms import one_call, passes_of
 from ._passes import attend, attend_reference
 from ._split_sequence import Params
@@ -114,13 +114,15 @@ def attention(
     Inside ``jax.shard_map``, per rank of N along `axis_name`, for H heads of queries and G of keys
     and values (grouped queries, arXiv 2305.13245)::
 
-        q [B, S/N, H, D]   k, v [B, S/N, G, D]   ->   o [B, S/N, H, D]  (log-sum-exp [B, S/N, H])
+        q [B, S/N, H, D]   k, v [B, T/N, G, D]   ->   o [B, S/N, H, D]  (log-sum-exp [B, S/N, H])
 
         s_ij = scale q_i . k_j            (with a softcap c: c tanh(s_ij / c))
         o_i  = sum_j exp(s_ij - l_i) v_j     l_i = log sum_j exp(s_ij)
 
-    over the j that i attends to. A query that attends to no position has o = 0 and l = -inf. With
-    `sinks` the sum in l_i has one term more, exp(sinks_h), for which o_i has none.
+    over the j that i attends to. T is S, but where queries attend to all keys of another sequence
+    (cross-attention): without `causal`, `window` and `segment_ids`. A query that attends to no
+    position has o = 0 and l = -inf. With `sinks` the sum in l_i has one term more, exp(sinks_h),
+    for which o_i has none.
 
     Keys and values are gathered once, with all of their G heads. With ``ring=True``, and by default
     if the gathered ones take more than 1 GiB on a rank, they go around a ring: a rank computes with
@@ -214,7 +216,9 @@ def _global_attention(
     """Checks the operands of a call, global arrays or one rank's, and computes it."""
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
-    check(_OP, q, k, v, segment_ids)
+    check(_OP, q, k, v, segment_ids, options.causal, options.window)
+    if is_cross(q, k):  # without positions any layout will do
+        options = dataclasses.replace(options, layout="contiguous")
     sinks = _sinks.check(_OP, sinks, q.shape[2])
     check_layout(_OP, options.layout)
     body = functools.partial(_attention, options, options.scores(q))

@@ -44,13 +44,14 @@ def ulysses_attention(
     Inside ``jax.shard_map``, per rank of N along `axis_name`, for H heads of queries and G of keys
     and values (grouped queries, arXiv 2305.13245)::
 
-        q [B, S/N, H, D]   k, v [B, S/N, G, D]   ->   [B, S/N, H, D]
+        q [B, S/N, H, D]   k, v [B, T/N, G, D]   ->   [B, S/N, H, D]
 
-    N must divide H, and divide G or be a multiple of it: where there are fewer heads of keys than
-    ranks, each rank gets the one that its queries belong to. A rank sends
-    ``2 (H + max(G, N)) B S D (N - 1) / N^2`` elements and receives as many; the largest array that
-    it holds has ``B S H/N D``. The parts of the sequence are consecutive ("contiguous"), which is
-    balanced here, since every rank has all positions.
+    T is S, or another sequence's, as in :func:`jflux.attention`. N must divide H, and divide G or
+    be a multiple of it: where there are fewer heads of keys than ranks, each rank gets the one that
+    its queries belong to. A rank sends ``2 (H + max(G, N)) B S D (N - 1) / N^2`` elements, if T is
+    S, and receives as many; the largest array that it holds has ``B S H/N D``. The parts of the
+    sequence are consecutive ("contiguous"), which is balanced here, since every rank has all
+    positions.
 
     To fuse the transfers with the projections around attention, see `jflux.matmul_all_to_all` and
     `jflux.all_to_all_matmul`.
@@ -128,7 +129,7 @@ def _ulysses(
     op = "jflux.ulysses_attention"
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
-    check(op, q, k, v, segment_ids)
+    check(op, q, k, v, segment_ids, causal, window)
     sinks = _sinks.check(op, sinks, q.shape[2])
     pair = window_of(op, window)
     check_heads(op, q, k, meshes.axis_size(axis_name))
