@@ -829,7 +829,7 @@ def test_keys_of_another_sequence(world, queries, keys, way):
         ({"q": (4, 4, 4)}, ValueError, r"q must be \[B, S/N, heads, D\]"),
         ({"v": (1, 4, 2, 3)}, ValueError, "must have the same B and D, and k"),
         (
-            {"k": (1, 6, 2, 4), "v": (1, 6, 2, 4), "causal": True},
+            {"k": (1, 6, 2, 4), "v": (1, 6, 2, 4)},
             ValueError,
             "causal is about the positions of one sequence, but q has 4 and k 6 of them",
         ),
