@@ -56,14 +56,14 @@ _KNOWN = {
 }
 
 
-def why_not(q: jax.Array, k: jax.Array, length: int) -> str | None:
-    """Why these calls do not take q [B, s, H, D] and k [B, t, G, D], cut into parts of `length`
-    positions, on the default devices; None: they do."""
+def why_not(q: jax.Array, k: jax.Array, chunks: int) -> str | None:
+    """Why these calls do not take q [B, s, H, D] and k [B, t, G, D], each cut into so many chunks,
+    on the default devices; None: they do."""
     if meshes.platform() != "gpu":
         return NO_GPU
     if not _config.config.fused:
         return "jflux.config.fused is off"
-    return why_not_operands(q, length) or _why_not_here(q, k)
+    return why_not_operands(q, *(a.shape[1] // chunks for a in (q, k))) or _why_not_here(q, k)
 
 
 def why_not_one_call(
@@ -75,10 +75,8 @@ def why_not_one_call(
         return NO_GPU
     if window is not None and not is_causal:
         return "cuDNN has no windows to the right"
-    for length in {q.shape[-3], k.shape[-3]}:
-        if why := why_not_operands(q, length):
-            return why
-    return None if _is_recent_gpu() else OLD_GPU
+    why = why_not_operands(q, q.shape[-3], k.shape[-3])
+    return why or (None if _is_recent_gpu() else OLD_GPU)
 
 
 @functools.cache
@@ -89,14 +87,15 @@ def _is_recent_gpu() -> bool:
         return True  # JAX keeps it elsewhere, and says itself what is missing
 
 
-def why_not_operands(q: Any, length: int) -> str | None:
-    """:func:`why_not`, as far as it depends on the operands."""
+def why_not_operands(q: Any, *lengths: int) -> str | None:
+    """:func:`why_not`, as far as it depends on the operands. `lengths`: of calls' queries and
+    keys."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN takes bfloat16 and float16, got {q.dtype}"
     if q.shape[-1] % 8 != 0 or q.shape[-1] > _MOST_WIDTH:
         return f"a head must have a multiple of 8 elements, up to {_MOST_WIDTH}, got {q.shape[-1]}"
-    if length % _MULTIPLE != 0:
-        return f"parts of the sequence must be multiples of {_MULTIPLE}, got {length}"
+    if odd := [length for length in lengths if length % _MULTIPLE != 0]:
+        return f"parts of the sequence must be multiples of {_MULTIPLE}, got {odd[0]}"
     return None
 
 

@@ -30,9 +30,7 @@ def why_not(
         return "cuDNN's parts have no window, softcap or segments"
     if not takes(layout, ranks, scores.causal):
         return f"causal attention in {layout} order does not consist of whole chunks"
-    chunks = chunks_of(layout, ranks, scores.causal)
-    lengths = {a.shape[1] // chunks for a in (q, k)}
-    return next((why for n in lengths if (why := _cudnn.why_not(q, k, n))), None)
+    return _cudnn.why_not(q, k, chunks_of(layout, ranks, scores.causal))
 
 
 def forward(
