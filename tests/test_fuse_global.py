@@ -199,6 +199,24 @@ def test_what_is_not_known_is_said():
     assert (found.taken, "does not divide" in found.reason) == (False, True)
 
 
+def test_calls_without_results_and_with_functions_of_their_own_derivative():
+    mesh = make_mesh((2,))
+    shardings = NamedSharding(mesh, P("tp", None)), NamedSharding(mesh, P(None, "tp"))
+    x, w = jax.device_put((normal(S, D, ranks=1)[0], normal(D, F, ranks=1)[0]), shardings)
+
+    @jax.jit
+    def nothing(x):
+        return ()
+
+    def f(x, w):
+        nothing(x)
+        return _constrained(mesh, jax.nn.relu(x @ w), None, "tp")
+
+    plain = jax.jit(f, in_shardings=shardings)
+    assert ops(jflux.fuse(plain).report(x, w)) == ["all_gather_matmul"]
+    same(plain(x, w), jflux.fuse(plain)(x, w))
+
+
 def test_arguments_of_an_eager_call_are_known():
     mesh = make_mesh((2,))
     x = jax.device_put(normal(S, D, ranks=1)[0], NamedSharding(mesh, P("tp", None)))

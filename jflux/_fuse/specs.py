@@ -24,6 +24,9 @@ ELEMENTWISE = frozenset(
     xor""".split()
 )
 
+#: Primitives that run a body once.
+CALLS = ("jit", "closed_call", "custom_jvp_call")
+
 #: Primitives whose results have as many dimensions as the first operand, and are parts of it along
 #: some.
 PARTS = frozenset(
@@ -143,13 +146,12 @@ class Specs:
             name = equation.primitive.name
             if name in CONSTRAINTS:
                 self._set(equation.outvars[0], _constraint(equation, self.mesh))
-            elif name in ELEMENTWISE or _is_elementwise(equation):
-                for result in equation.outvars:
-                    self._set(result, self._of_operands(equation))
+            elif name in ELEMENTWISE:
+                self._set(equation.outvars[0], self._of_operands(equation))
             elif name == "dot_general":
                 if of_products:
                     self._set(equation.outvars[0], self._of_product(equation))
-            elif name in ("jit", "scan", "remat2", "checkpoint"):
+            elif name in (*CALLS, "scan", "remat2", "checkpoint"):
                 self._of_call(equation)
             elif name in PARTS or len(equation.invars) == len(equation.outvars) == 1:
                 if (spec := self.of(equation.invars[0])) is not None:
@@ -189,7 +191,8 @@ class Specs:
         return spec if len(axes) == len(set(axes)) else None
 
     def _of_call(self, equation: JaxprEqn) -> None:
-        body = equations_of(equation.params["jaxpr"])
+        ((_, (inner_body,)),) = inner_bodies(equation)
+        body = equations_of(inner_body)
         given, mesh = self.of_arguments(equation, body)
         key = id(equation), tuple(given.get(var) for var in body.invars)
         if key not in self._calls:
@@ -204,10 +207,10 @@ class Specs:
 def _is_elementwise(equation: JaxprEqn) -> bool:
     """Whether it is a call, such as that of `jax.nn.silu`, of elementwise equations alone, whose
     results have one shape."""
-    if equation.primitive.name not in ("jit", "closed_call", "custom_jvp_call"):
+    if equation.primitive.name not in CALLS or not equation.outvars:
         return False
     ((_, (body,)),) = inner_bodies(equation)
-    shape = type_of(equation.outvars[0]).shape if equation.outvars else ()
+    shape = type_of(equation.outvars[0]).shape
     inner = equations_of(body).eqns
     results = (var for one in (equation, *inner) for var in one.outvars)
     return all(type_of(var).shape in (shape, ()) for var in results) and all(
