@@ -5,13 +5,12 @@ other rules find the op."""
 from __future__ import annotations
 
 import dataclasses
-import os.path
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -19,7 +18,7 @@ from ..bodies import Atom, Body, type_of
 from ..evaluate import as_in, evaluate
 from ..sites import Context, Declined, Site
 from ..specs import CONSTRAINTS, Spec, Specs, natural, partition_spec, ranks_of
-from .summands import ADDS, NAME
+from .summands import ADDS, NAME, named
 
 OP = "op"
 
@@ -91,7 +90,8 @@ def _needs(equation: JaxprEqn, specs: Specs) -> Needs | str | None:
 
 def _common(one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
     """The axes with which both begin."""
-    return tuple(os.path.commonprefix([one, other]))
+    pairs = zip(one, other, strict=False)
+    return tuple(axis for axis, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,8 +356,8 @@ def _site(
             local, mesh=mesh, in_specs=tuple(wanted),
             out_specs=[partition_spec(spec) for spec in out_specs], check_vma=False,
         )(*arrays)  # fmt: skip
-        for name in names:
-            made = [checkpoint_name(made[0], name)]
+        if names:
+            made = [named(made[0], names)]
         if not specs.is_explicit:
             return made
         types = [type_of(var).sharding.spec for var in outputs]  # with axes of one rank

@@ -129,7 +129,7 @@ class Sum:
 
     def named(self, y: jax.Array) -> jax.Array:
         """The collective's result by the names of what it takes, which is not there any more."""
-        return functools.reduce(checkpoint_name, self.names, y)
+        return named(y, self.names)
 
     def operands(self, arrays: Sequence[jax.Array]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """(all x, all w) as the op takes them, of `inputs`."""
@@ -137,6 +137,11 @@ class Sum:
         xs = tuple(t.x(a) for t, a in zip(self.terms, arrays[:count], strict=True))
         ws = tuple(t.product.w.made_of(a) for t, a in zip(self.terms, arrays[count:], strict=True))
         return xs, ws
+
+
+def named(y: jax.Array, names: Sequence[str]) -> jax.Array:
+    """y by these names."""
+    return functools.reduce(checkpoint_name, names, y)
 
 
 def find(
