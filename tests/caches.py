@@ -35,6 +35,14 @@ def plain(q, k, v, lengths, window=None, softcap=None, scale=None, sinks=None):
     return out, lse
 
 
+def plain_tokens(q, k, v, lengths, *args, **options):
+    """:func:`plain` of q [b, t, h, d], the last t tokens of the sequences."""
+    tokens = q.shape[1]
+    ends = [np.maximum(np.asarray(lengths) - tokens + 1 + i, 0) for i in range(tokens)]
+    each = [plain(q[:, i], k, v, end, *args, **options) for i, end in enumerate(ends)]
+    return [np.stack(a, 1) for a in zip(*each, strict=True)]
+
+
 def written(cache, new, positions):
     """By the definition, in numpy."""
     cache = np.array(cache)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import draw, paged, plain
+from caches import draw, paged, plain, plain_tokens
 from harness import PLATFORM, RANKS, examples, fused_calls, make_mesh
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,7 +72,8 @@ def decodes(draw):
         "softcap": draw(st.sampled_from([None, 0.5, 30.0])),
         "scale": draw(st.sampled_from([None, 0.3, -2.0])),
     }
-    shapes = (batch, groups * queries, d), *[(batch, here * world, groups, d)] * 2
+    tokens = draw(st.integers(1, 4))
+    shapes = (batch, tokens, groups * queries, d), *[(batch, here * world, groups, d)] * 2
     return world, shapes, np.array(lengths, np.int32), options
 
 
@@ -81,8 +82,11 @@ def decodes(draw):
 def test_it_is_attention(case, dtype):
     world, shapes, lengths, options = case
     operands = draw(*shapes, dtype=jnp.dtype(dtype))
-    got = jax.jit(over_ranks(world, **options))(*operands, lengths)
-    check(got, plain(*operands, lengths, **options), jnp.dtype(dtype))
+    call = jax.jit(over_ranks(world, **options))
+    check(call(*operands, lengths), plain_tokens(*operands, lengths, **options), jnp.dtype(dtype))
+    q, *cache = operands
+    last = call(q[:, -1], *cache, lengths)  # of [B, H, D]
+    check(last, plain(q[:, -1], *cache, lengths, **options), jnp.dtype(dtype))
 
 
 @EITHER
@@ -493,7 +497,7 @@ Q, K, N = (2, 4, 8), (2, 6, 2, 8), (2,)
 @pytest.mark.parametrize(
     ("shapes", "options", "message"),
     [
-        ([Q[1:], K, K, N], {}, r"q must be \[B, H, D\], got \(4, 8\)"),
+        ([Q[1:], K, K, N], {}, r"q must be \[B, H, D\] or .*, got \(4, 8\)"),
         ([Q, K[1:], K, N], {}, r"k_cache must be \[B, S/N, G, D\], got \(6, 2, 8\)"),
         ([Q, K, (2, 5, 2, 8), N], {}, "k_cache and v_cache must have one shape"),
         ([Q, (2, 6, 3, 8), (2, 6, 3, 8), N], {}, "4 heads of queries must be a multiple of 3"),

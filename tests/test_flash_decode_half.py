@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import draw, paged, plain
+from caches import draw, paged, plain, plain_tokens
 from harness import RANKS, make_mesh
 from jax.sharding import PartitionSpec as P
 
@@ -92,6 +92,21 @@ def test_nothing_and_everything():
         check(got, plain(q, k, v, lengths), jnp.bfloat16)
         for one, length in zip(np.asarray(got[0], np.float64), lengths, strict=True):
             assert length > 0 or not one.any()
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 16])
+@pytest.mark.parametrize("window", [None, 37])
+def test_tokens(tokens, window):
+    """Those of a sequence that is shorter have no position; NaN is behind the last one's."""
+    lengths = np.array([700, 311, 3, 0, 16], np.int32)
+    q, k, v = draw(
+        (5, tokens, 8, 128), (5, 700, 2, 128), (5, 700, 2, 128), dtype=jnp.bfloat16, seed=tokens
+    )
+    want = plain_tokens(q, k, v, lengths, window)
+    spoil(lengths, None, k, v)
+    check(run(q, k, v, lengths, window=window), want, jnp.bfloat16)
+    (k_pages, table), (v_pages, _) = (paged(a, 1, 20) for a in (k, v))
+    check(run(q, k_pages, v_pages, lengths, table, window=window), want, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("size", [1, 16, 24])
@@ -182,8 +197,8 @@ def test_gradients_are_of_the_plain_form():
 
 def test_parts_of_a_sequence():
     """As many warps as run at once, of no less than 64 positions."""
-    assert _flash_decode_primitive.splits_of((8, 64, 128), 8, 32768) == 792 // 64
-    assert _flash_decode_primitive.splits_of((1, 64, 128), 8, 131072) == 99
-    assert _flash_decode_primitive.splits_of((1, 64, 128), 8, 130) == 3
-    assert _flash_decode_primitive.splits_of((100, 64, 128), 8, 32768) == 1
-    assert _flash_decode_primitive.splits_of((1, 32, 256), 1, 1 << 17) == 528 // 2
+    assert _flash_decode_primitive.splits_of((8, 1, 64, 128), 8, 32768) == 792 // 64
+    assert _flash_decode_primitive.splits_of((1, 1, 64, 128), 8, 131072) == 99
+    assert _flash_decode_primitive.splits_of((1, 1, 64, 128), 8, 130) == 3
+    assert _flash_decode_primitive.splits_of((100, 1, 64, 128), 8, 32768) == 1
+    assert _flash_decode_primitive.splits_of((1, 1, 32, 256), 1, 1 << 17) == 528 // 2

@@ -122,11 +122,12 @@ def attention(rng: random.Random, place: Place) -> Case:
 
 
 def decoding(rng: random.Random, place: Place) -> Case:
-    """One query a sequence, to caches of any lengths; what nobody attends to is NaN."""
+    """A few tokens a sequence, to caches of any lengths; what nobody attends to is NaN."""
     heads, groups, width, dtype = _heads(rng, place)
     batch, world, name = rng.choice([1, 3, 8]), place.world, place.axis_name
     own = rng.choice([1, 16, 129, 1000] if place.platform == "cuda" else [1, 5, 32])
     window, softcap = rng.choice([None, None, own + 1]), rng.choice([None, None, 5.0])
+    tokens = rng.choice([1, 1, 2, 16])
 
     def body(q: Any, k: Any, v: Any, lengths: Any) -> Any:
         return _finite(
@@ -142,30 +143,30 @@ def decoding(rng: random.Random, place: Place) -> Case:
             first = exchanged_by(place, lambda xs: [xs[0]] * world, a)
             return first.astype(a.dtype)
 
-        q = alike(calls.normal(seed, (*lead, batch, heads, width), dtype))
+        q = alike(calls.normal(seed, (*lead, batch, tokens, heads, width), dtype))
         lengths = drawn.integers(0, world * own + 1, (*lead, batch)).astype(np.int32)
         lengths = alike(np.where(drawn.random(lengths.shape) < 0.2, 0, lengths).astype(np.int32))
         k, v = (calls.normal(seed + i, (*lead, batch, own, groups, width), dtype) for i in (1, 2))
-        o, size = (np.empty((*lead, batch, heads, width)) for _ in range(2))
-        lse = np.empty((*lead, batch, heads))
+        o, size = (np.empty(q.shape) for _ in range(2))
+        lse = np.empty(q.shape[:-1])
         for group in calls.groups_of(place.mesh, name):
-            count = lengths[group[0]][:, None]
+            ends = lengths[group[0]][:, None, None] - np.arange(tokens)[::-1, None]
             at = np.arange(world * own)
-            valid = (at < count) & (at >= count - 1 - (world * own if window is None else window))
+            valid = (at < ends) & (at >= ends - 1 - (world * own if window is None else window))
             whole = [np.concatenate([a[one] for one in group], 1) for a in (k, v)]
-            query, keys, values = (a.astype(np.float64) for a in (q[group[0]][:, None], *whole))
-            found = _softmax(query, keys, values, valid[:, None], softcap)
+            query, keys, values = (a.astype(np.float64) for a in (q[group[0]], *whole))
+            found = _softmax(query, keys, values, valid, softcap)
             for rank, one in enumerate(group):
-                o[one], size[one], lse[one] = (a[:, 0] for a in found)
-                unread = ~valid[:, rank * own : (rank + 1) * own]
+                o[one], size[one], lse[one] = found
+                unread = ~valid.any(1)[:, rank * own : (rank + 1) * own]
                 for cache in (k, v):
                     cache[one][unread] = np.nan
         return (q, k, v, lengths), _outputs(o, size, lse, dtype, same=True)
 
     return place.case(
         "flash_decode",
-        f"flash_decode [{batch}, {heads}, {width}] on {groups} {np.dtype(dtype).name}, caches "
-        f"of {own} positions, {window=} {softcap=}",
+        f"flash_decode [{batch}, {tokens}, {heads}, {width}] on {groups} {np.dtype(dtype).name}, "
+        f"caches of {own} positions, {window=} {softcap=}",
         body,
         make,
     )

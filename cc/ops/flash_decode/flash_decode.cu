@@ -1,14 +1,14 @@
 // flash_decode on GPUs. The cache is read once, by warps that know nothing of each other:
 //
-//   item    a warp's work: up to 16 heads of queries that share a head of the cache, over one of
-//           `splits` consecutive parts of their sequence's range
+//   item    a warp's work: up to 16 queries that share a head of the cache, of all tokens' heads,
+//           over one of `splits` consecutive parts of their sequence's range
 //   tile    16 positions of keys and of values. Each warp has a ring of kStages tiles in shared
 //           memory, which it fills by cp.async, kStages - 1 tiles ahead
 //   merge   where a sequence has several parts, a second kernel weighs them by their log-sum-exps
 //
 // Scores are 16 queries x 16 positions by mma.sync, and so is their product with the values: fewer
-// than 16 heads leave rows of zeros, which costs nothing where memory's rate is the limit. Sums are
-// in float32; probabilities are rounded to the cache's type before they multiply values.
+// than 16 queries leave rows of zeros, which costs nothing where memory's rate is the limit. Sums
+// are in float32; probabilities are rounded to the cache's type before they multiply values.
 //
 // A position outside of the range, or without a page, is loaded as zeros and its score is minus
 // infinity, so that a NaN there reaches nothing.
@@ -37,7 +37,7 @@ constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 struct FlashDecodeArgs {
   FlashDecodeArrays arrays;
   DeviceState* state;
-  int32_t batch, heads, groups, positions, capacity, page_size, pages, entries, splits;
+  int32_t batch, tokens, heads, groups, positions, capacity, page_size, pages, entries, splits;
   int32_t blocks;  // of 16 queries, of a head of the cache
   float scale, softcap;
 };
@@ -79,7 +79,7 @@ struct Item {
     item.split = static_cast<int32_t>(number / args.batch);
     const DecodeBounds bounds = args.arrays.bounds[item.sequence];
     item.is_wrong = !bounds.HasLength(args.capacity);
-    const int32_t first = Max(bounds.first, bounds.origin) - bounds.origin;
+    const int32_t first = Max(Max(bounds.first, 0), bounds.origin) - bounds.origin;
     // Any number may be a wrong length: unsigned, since the difference may not fit.
     const uint32_t to_end = Min(bounds.end, bounds.origin + args.positions);
     const int32_t last = static_cast<int32_t>(to_end - static_cast<uint32_t>(bounds.origin));
@@ -88,6 +88,23 @@ struct Item {
     item.begin = first + Min(item.split * each, end - first);
     item.end = Min(item.begin + each, end);
     return item;
+  }
+};
+
+// A query of an item's 16, of all tokens' heads that share a head of the cache.
+struct Query {
+  int32_t token;
+  bool is_there;
+  int64_t row;  // of q, and of the result
+
+  static __device__ Query Of(const FlashDecodeArgs& args, const Item& item, int number) {
+    const int32_t shared = args.heads / args.groups, at = kTile * item.block + number;
+    Query query;
+    query.token = at / shared;
+    query.is_there = query.token < args.tokens;
+    const int64_t token = static_cast<int64_t>(item.sequence) * args.tokens + query.token;
+    query.row = token * args.heads + item.group * shared + (at - query.token * shared);
+    return query;
   }
 };
 
@@ -145,9 +162,23 @@ __device__ void LoadTile(const FlashDecodeArgs& args, const Item& item, int32_t 
 // A lane's part of 16 queries' results: rows lane / 4 and 8 more.
 template <int D>
 struct Running {
-  float out[D / 8][4];  // columns 8 j + 2 (lane % 4) + {0, 1} of both rows
-  float highest[2];     // score so far, times log2(e)
-  float total[2];       // of this lane's probabilities
+  float out[D / 8][4];       // columns 8 j + 2 (lane % 4) + {0, 1} of both rows
+  float highest[2];          // score so far, times log2(e)
+  float total[2];            // of this lane's probabilities
+  int32_t begin[2], end[2];  // positions of this rank's part that they attend to
+
+  __device__ void Start(const FlashDecodeArgs& args, const Item& item) {
+    const DecodeBounds bounds = args.arrays.bounds[item.sequence];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int32_t token = Query::Of(args, item, threadIdx.x % 32 / 4 + 8 * h).token;
+      begin[h] = Max(bounds.first + token, 0) - bounds.origin;
+      const int32_t last = bounds.own + token;
+      end[h] = last <= bounds.end ? last - bounds.origin : begin[h];
+      highest[h] = -INFINITY;
+      total[h] = item.is_wrong ? NAN : 0.0f;
+    }
+  }
 };
 
 template <typename T, int D>
@@ -182,8 +213,9 @@ __device__ void AttendToTile(const FlashDecodeArgs& args, const Item& item, int3
     for (int c = 0; c < 4; ++c) {
       float x = s[n][c] * args.scale;
       if (args.softcap > 0) x = Cap(x, args.softcap);
-      const int position = 8 * n + 2 * (lane % 4) + c % 2;
-      s[n][c] = there >> position & 1 ? x * kLog2e : -INFINITY;
+      const int position = 8 * n + 2 * (lane % 4) + c % 2, at = first + position;
+      const bool counts = (there >> position & 1) && run.begin[c / 2] <= at && at < run.end[c / 2];
+      s[n][c] = counts ? x * kLog2e : -INFINITY;
       highest[c / 2] = fmaxf(highest[c / 2], s[n][c]);
     }
   }
@@ -231,33 +263,31 @@ __device__ void AttendToTile(const FlashDecodeArgs& args, const Item& item, int3
 template <typename T, int D>
 __device__ void LoadQueries(const FlashDecodeArgs& args, const Item& item, uint32_t smem_q) {
   using S = Shape<D>;
-  const int lane = threadIdx.x % 32, shared = args.heads / args.groups;
+  const int lane = threadIdx.x % 32;
   const auto* q = static_cast<const T*>(args.arrays.q);
 #pragma unroll
   for (int i = 0; i < kTile * S::kVectors / 32; ++i) {
     const int row = (32 * i + lane) / S::kVectors, vector = (32 * i + lane) % S::kVectors;
-    const int of_group = kTile * item.block + row;
-    const int64_t head =
-        static_cast<int64_t>(item.sequence) * args.heads + item.group * shared + of_group;
-    const bool is_there = of_group < shared;
-    ptx::CopyAsync16(smem_q + S::At(row, vector), q + (is_there ? head * D + 8 * vector : 0),
-                     is_there ? 16 : 0);
+    const Query query = Query::Of(args, item, row);
+    ptx::CopyAsync16(smem_q + S::At(row, vector),
+                     q + (query.is_there ? query.row * D + 8 * vector : 0),
+                     query.is_there ? 16 : 0);
   }
 }
 
 template <int D>
 __device__ void Store(const FlashDecodeArgs& args, const Item& item, const Running<D>& run) {
-  const int lane = threadIdx.x % 32, shared = args.heads / args.groups;
+  const int lane = threadIdx.x % 32;
   float* to = args.splits == 1 ? args.arrays.out : args.arrays.parts;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float total = run.total[h];
     total += __shfl_xor_sync(0xffffffff, total, 1);
     total += __shfl_xor_sync(0xffffffff, total, 2);
-    const int of_group = kTile * item.block + lane / 4 + 8 * h;
-    if (of_group >= shared) continue;
-    const int64_t sequence = static_cast<int64_t>(item.split) * args.batch + item.sequence;
-    float* row = to + (sequence * args.heads + item.group * shared + of_group) * (D + 1);
+    const Query query = Query::Of(args, item, lane / 4 + 8 * h);
+    if (!query.is_there) continue;
+    const int64_t of_split = static_cast<int64_t>(args.batch) * args.tokens * args.heads;
+    float* row = to + (item.split * of_split + query.row) * (D + 1);
     const bool any = run.highest[h] > -INFINITY || total != 0;  // NaN counts
     const float factor = any ? 1.0f / total : 0.0f;
 #pragma unroll
@@ -292,8 +322,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     ptx::CopyAsyncCommit();
   }
   Running<D> run{};
-  run.highest[0] = run.highest[1] = -INFINITY;
-  run.total[0] = run.total[1] = item.is_wrong ? NAN : 0.0f;
+  run.Start(args, item);
   uint32_t q[S::kKeepsQ ? D / 16 : 1][4]{};
   int stage = 0, next = S::kStages - 1;
   for (int32_t tile = 0; tile < tiles; ++tile) {
@@ -317,16 +346,16 @@ __global__ void __launch_bounds__(32 * kWarps)
   Store<D>(args, item, run);
 }
 
-// One CTA merges the parts of one head of queries: [splits][B H][D + 1] -> [B H][D + 1].
+// One CTA merges the parts of one query: [splits][B T H][D + 1] -> [B T H][D + 1].
 constexpr int kMergeWarps = 4;
 template <int D>
 __global__ void __launch_bounds__(32 * kMergeWarps)
     MergePartsKernel(const __grid_constant__ FlashDecodeArgs args) {
   JFLUX_SHARED(float[kMergeWarps][D + 1], sums);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t heads = static_cast<int64_t>(args.batch) * args.heads;
+  const int64_t queries = static_cast<int64_t>(args.batch) * args.tokens * args.heads;
   const auto part = [&](int split) {
-    return args.arrays.parts + (split * heads + blockIdx.x) * (D + 1);
+    return args.arrays.parts + (split * queries + blockIdx.x) * (D + 1);
   };
   float highest = -INFINITY;
   bool has_nan = false;
@@ -391,9 +420,9 @@ bool LaunchFor(const FlashDecodeParams& p, FlashDecodeArgs& args, cudaStream_t s
   return LaunchKernel(KernelOf<D>(p.dtype), &args,
                       static_cast<int>(CeilDiv<int64_t>(items, kWarps)), 1, 32 * kWarps,
                       Shape<D>::kSmemBytes, stream, error) &&
-         (args.splits == 1 ||
-          LaunchKernel(reinterpret_cast<const void*>(&MergePartsKernel<D>), &args,
-                       args.batch * args.heads, 1, 32 * kMergeWarps, 0, stream, error));
+         (args.splits == 1 || LaunchKernel(reinterpret_cast<const void*>(&MergePartsKernel<D>),
+                                           &args, args.batch * args.tokens * args.heads, 1,
+                                           32 * kMergeWarps, 0, stream, error));
 }
 
 }  // namespace
@@ -406,7 +435,7 @@ bool LaunchFlashDecode(const FlashDecodeParams& p, const FlashDecodeArrays& arra
                        DeviceState* state, cudaStream_t stream, std::string* error) {
   *error = WhyNotFormats(kFlashDecodeFormats, kMmaFormats, p.dtype, p.dtype);
   if (!error->empty()) return false;
-  if (p.splits * p.batch * p.heads > INT32_MAX) {
+  if (p.splits * p.batch * p.tokens * p.heads > INT32_MAX) {
     *error = "too many parts of heads";
     return false;
   }
@@ -415,6 +444,7 @@ bool LaunchFlashDecode(const FlashDecodeParams& p, const FlashDecodeArrays& arra
   args.arrays = arrays;
   args.state = state;
   args.batch = static_cast<int32_t>(p.batch);
+  args.tokens = static_cast<int32_t>(p.tokens);
   args.heads = static_cast<int32_t>(p.heads);
   args.groups = static_cast<int32_t>(p.groups);
   args.positions = static_cast<int32_t>(p.positions);
@@ -423,7 +453,7 @@ bool LaunchFlashDecode(const FlashDecodeParams& p, const FlashDecodeArrays& arra
   args.pages = static_cast<int32_t>(p.pages);
   args.entries = p.page_size == 0 ? 0 : static_cast<int32_t>(p.positions / p.page_size);
   args.splits = static_cast<int32_t>(p.splits);
-  args.blocks = static_cast<int32_t>(CeilDiv<int64_t>(p.heads / p.groups, kTile));
+  args.blocks = static_cast<int32_t>(CeilDiv<int64_t>(p.heads / p.groups * p.tokens, kTile));
   args.scale = static_cast<float>(p.scale);
   args.softcap = static_cast<float>(p.softcap);
   switch (p.width) {

@@ -1,20 +1,21 @@
-// flash_decode: attention of one query a sequence to a range of positions of a cache, on one
+// flash_decode: attention of a few tokens a sequence to ranges of positions of a cache, on one
 // device (https://pytorch.org/blog/flash-decoding). What a rank does before the ranks' results are
 // merged.
 //
-//   q           [B, H, D]
+//   q           [B, T, H, D], of T consecutive tokens
 //   k, v        [B, S, G, D], or in pages [pages, page size, G, D]; head h of q attends to head
 //               h / (H / G)
-//   bounds      i32 [B, 3], in positions of the whole sequence: first <= t < end are attended to,
-//               and the rank's part begins at `origin`, a multiple of S. `end` is the length: one
-//               that is not from 0 to `capacity` is a fault, and the sequence's result NaN; nothing
-//               of the cache is read for it
+//   bounds      i32 [B, 4], first, end, origin and own, in positions of the whole sequence: token i
+//               attends to those from first + i (or 0) to before own + i, and to none if there are
+//               fewer than own + i. The rank's part begins at `origin`, a multiple of S. `end` is
+//               the length: one that is not from 0 to `capacity` is a fault, and the sequence's
+//               result NaN; nothing of the cache is read for it
 //   block_table i32 [B, P]: the page of a sequence's positions p page_size and on. -1: none, and
 //               nothing attends to them. Any other number that is no page counts as -1, and is a
 //               fault if one of the positions is attended to. S is P page_size
-//   out         f32 [B, H, D + 1]: the weighted mean of v, and after it the log-sum-exp of the
+//   out         f32 [B, T, H, D + 1]: the weighted mean of v, and after it the log-sum-exp of the
 //               scores. Without a position: zeros, and minus infinity
-//   parts       f32 [splits, B, H, D + 1], if splits > 1: scratch
+//   parts       f32 [splits, B, T, H, D + 1], if splits > 1: scratch
 //
 // On CPUs it is plain lax, and the handler is a check of the lengths before it: bounds -> bounds,
 // or the fault as the call's error. Python: jflux/_ops/attention/_flash_decode_primitive.py.
@@ -36,7 +37,7 @@ inline constexpr OpId kFlashDecodeId{37};
 inline constexpr OpFormats kFlashDecodeFormats{kHalves};
 
 struct DecodeBounds {
-  int32_t first, end, origin;
+  int32_t first, end, origin, own;
 
   JFLUX_HD bool HasLength(int64_t capacity) const { return 0 <= end && end <= capacity; }
   JFLUX_HD int32_t Rank(int64_t positions) const {
@@ -45,14 +46,14 @@ struct DecodeBounds {
 };
 
 struct FlashDecodeParams {
-  int64_t batch, heads, groups, width;  // B, H, G, D
-  int64_t positions;                    // S
-  int64_t capacity;                     // positions of all ranks
-  int64_t page_size, pages;             // 0: the cache is whole
-  int64_t splits;                       // parts of a sequence's range that are attended to apart
-  double scale;                         // of the scores
-  double softcap;                       // 0: none
-  DType dtype;                          // of q and the cache
+  int64_t batch, tokens, heads, groups, width;  // B, T, H, G, D
+  int64_t positions;                            // S
+  int64_t capacity;                             // positions of all ranks
+  int64_t page_size, pages;                     // 0: the cache is whole
+  int64_t splits;  // parts of a sequence's range that are attended to apart
+  double scale;    // of the scores
+  double softcap;  // 0: none
+  DType dtype;     // of q and the cache
 };
 
 struct FlashDecodeArrays {

@@ -32,7 +32,7 @@ ffi::Error CheckOnCpu(ffi::Dictionary attributes, ffi::AnyBuffer bounds,
   CheckAttributes a;
   if (auto refused = ReadAttributes(kFlashDecodeId, attributes, &a)) return *refused;
   const int64_t batch = bounds.dimensions().size() == 2 ? bounds.dimensions()[0] : 0;
-  if (!Is(bounds, ffi::S32, {batch, 3}) || !Is(*same, ffi::S32, {batch, 3})) {
+  if (!Is(bounds, ffi::S32, {batch, 4}) || !Is(*same, ffi::S32, {batch, 4})) {
     return InvalidArgument("flash_decode: operands do not fit");
   }
   const auto* of = static_cast<const DecodeBounds*>(bounds.untyped_data());
@@ -83,12 +83,13 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
   const auto q = *operands.get<ffi::AnyBuffer>(0), k = *operands.get<ffi::AnyBuffer>(1),
              v = *operands.get<ffi::AnyBuffer>(2), bounds = *operands.get<ffi::AnyBuffer>(3);
   const auto dtype = DTypeOf(q.element_type());
-  if (!dtype || q.dimensions().size() != 3 || k.dimensions().size() != 4) return std::nullopt;
+  if (!dtype || q.dimensions().size() != 4 || k.dimensions().size() != 4) return std::nullopt;
   Call call;
   FlashDecodeParams& p = call.params;
   p.batch = q.dimensions()[0];
-  p.heads = q.dimensions()[1];
-  p.width = q.dimensions()[2];
+  p.tokens = q.dimensions()[1];
+  p.heads = q.dimensions()[2];
+  p.width = q.dimensions()[3];
   p.groups = k.dimensions()[2];
   p.splits = a.splits;
   p.capacity = a.capacity;
@@ -110,21 +111,23 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
     if (first != p.batch) return std::nullopt;
     p.positions = second;
   }
-  if (p.batch < 1 || p.heads < 1 || p.groups < 1 || p.width < 1 || p.heads % p.groups != 0 ||
-      p.positions < 1 || p.positions > INT32_MAX / 2 || p.capacity < p.positions ||
-      p.capacity > INT32_MAX || p.capacity % p.positions != 0) {
+  if (p.batch < 1 || p.tokens < 1 || p.heads < 1 || p.groups < 1 || p.width < 1 ||
+      p.heads % p.groups != 0 || p.positions < 1 || p.positions > INT32_MAX / 2 ||
+      p.capacity < p.positions || p.capacity > INT32_MAX || p.capacity % p.positions != 0) {
     return std::nullopt;
   }
   auto out = *results.get<ffi::AnyBuffer>(0);
   for (const ffi::AnyBuffer* cache : {&k, &v}) {
     if (!Is(*cache, q.element_type(), {first, second, p.groups, p.width})) return std::nullopt;
   }
-  if (!Is(bounds, ffi::S32, {p.batch, 3}) || !Is(*out, ffi::F32, {p.batch, p.heads, p.width + 1})) {
+  if (!Is(bounds, ffi::S32, {p.batch, 4}) ||
+      !Is(*out, ffi::F32, {p.batch, p.tokens, p.heads, p.width + 1})) {
     return std::nullopt;
   }
   if (p.splits > 1) {
     auto parts = *results.get<ffi::AnyBuffer>(1);
-    if (!Is(*parts, ffi::F32, {p.splits, p.batch, p.heads, p.width + 1})) return std::nullopt;
+    if (!Is(*parts, ffi::F32, {p.splits, p.batch, p.tokens, p.heads, p.width + 1}))
+      return std::nullopt;
     arrays.parts = static_cast<float*>(parts->untyped_data());
   }
   arrays.q = q.untyped_data();

@@ -35,10 +35,12 @@ MOST_SPLITS = 64
 FEWEST_POSITIONS = 512
 
 #: The kernel (cc/ops/flash_decode): how many of its warps a GPU of 132 multiprocessors runs at
-#: once, how many heads of queries a warp takes, and the fewest positions that are worth a warp.
+#: once, how many queries a warp takes, and the fewest positions that are worth a warp.
 _WARPS, _WARPS_OF_WIDE = 132 * 6, 132 * 4
 _QUERIES = 16
 _FEWEST_OF_A_WARP = 64
+#: Of more tokens each part of a cache would be read by several warps, one after the other.
+MOST_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +73,9 @@ def attend(
     scale: float,
     softcap: float | None,
 ) -> jax.Array:
-    """Attention of q [B, H, D] to the positions `bounds` (:func:`bounds_of`) of k and v [B, S, G,
-    D], or of the pages [pages, page size, G, D] that `block_table` [B, P] names (-1: there is
-    none): [B, H, D + 1], the output and after it the log-sum-exp, in float32 or float64. All
+    """Attention of q [B, T, H, D] to the positions `bounds` (:func:`bounds_of`) of k and v [B, S,
+    G, D], or of the pages [pages, page size, G, D] that `block_table` [B, P] names (-1: there is
+    none): [B, T, H, D + 1], the output and after it the log-sum-exp, in float32 or float64. All
     integers are int32. A sequence whose end is not from 0 to `capacity` is an error, or NaN."""
     positions = _positions(k, block_table)
     splits = splits_of(q.shape, k.shape[2], positions)
@@ -84,12 +86,17 @@ def attend(
     return _primitive.bind(*operands, params=params)[0]
 
 
-def bounds_of(ends: jax.Array, window: tuple[int, int] | None, origin: Any) -> jax.Array:
-    """int32 [B, 3], in positions of the whole sequences: where the window of a query begins that
-    attends to what is before `ends` [B], its own position the last of it; these; and where this
-    rank's part begins."""
-    first = jnp.zeros_like(ends) if window is None else jnp.maximum(ends - 1 - window[0], 0)
-    return jnp.stack([first, ends, jnp.full_like(ends, origin)], -1)
+def bounds_of(
+    first_own: jax.Array, ends: jax.Array, window: tuple[int, int] | None, origin: Any, tokens: int
+) -> jax.Array:
+    """int32 [B, 4], in positions of the whole sequences: where the window of the first token
+    begins, before 0 perhaps; where the sequences end, `ends` [B]; where this rank's part begins;
+    and what follows the first token's own position, `first_own` [B].
+
+    Token i of `tokens` is at `first_own` + i, and attends to nothing if that is not before the end.
+    """
+    first = jnp.full_like(ends, -tokens) if window is None else first_own - window[0]
+    return jnp.stack([first, ends, jnp.full_like(ends, origin), first_own + 1], -1)
 
 
 def _positions(k: jax.Array, block_table: jax.Array | None) -> int:
@@ -112,13 +119,21 @@ def attend_reference(
     may_be_read = None
     if block_table is not None:
         (k, v), may_be_read = update_cache.read_pages((k, v), block_table, OP)
-    first, end, origin = (bounds[:, i : i + 1] for i in range(3))
-    position = origin + jnp.arange(k.shape[1], dtype=jnp.int32)[None]
-    attended = (position >= first) & (position < end)
+    batch, tokens, heads, width = q.shape
+    first, end, origin, own = (bounds[:, i, None, None] for i in range(4))
+    position = origin + jnp.arange(k.shape[1], dtype=jnp.int32)
+    token = jnp.arange(tokens, dtype=jnp.int32)[:, None]
+    attended = (position >= first + token) & (position < own + token) & (own + token <= end)
     if may_be_read is not None:
-        attended &= may_be_read
-    out, lse = attend_to_local_keys(q, k, v, attended[:, None], scale=scale, softcap=softcap)
+        attended &= may_be_read[:, None]
+    rows = q if tokens == 1 else q.swapaxes(1, 2)  # the tokens of a head together
+    rows = rows.reshape(batch, heads * tokens, width)
+    out, lse = attend_to_local_keys(rows, k, v, attended, scale=scale, softcap=softcap)
     pair = jnp.concatenate([out, lse[..., None]], -1)
+    if tokens == 1:
+        pair = pair[:, None]
+    else:
+        pair = pair.reshape(batch, heads, tokens, width + 1).swapaxes(1, 2)
     is_length = (end >= 0) & (end <= capacity)
     return jnp.where(is_length[..., None], pair, jnp.nan)
 
@@ -126,8 +141,8 @@ def attend_reference(
 @functools.cache
 def splits_of(q_shape: tuple[int, ...], groups: int, positions: int) -> int:
     """Into how many parts the kernel splits a sequence: as many as have warps that run at once."""
-    batch, heads, width = q_shape
-    warps = batch * groups * -(-heads // (groups * _QUERIES))
+    batch, tokens, heads, width = q_shape
+    warps = batch * groups * -(-heads * tokens // (groups * _QUERIES))
     at_once = _WARPS if width <= 128 else _WARPS_OF_WIDE
     return max(1, min(at_once // max(warps, 1), -(-positions // _FEWEST_OF_A_WARP)))
 
@@ -259,18 +274,20 @@ def _check_lengths(arrays: Arrays, params: Params) -> Arrays:
 
 def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
     """The result, and with several splits their results, which the kernel needs room for."""
-    b, h, d = arrays[0].shape
+    *queries, d = arrays[0].shape
     dtype = sum_dtype(arrays[0].dtype)
-    several = [((params.splits, b, h, d + 1), dtype)] if params.splits > 1 else []
-    return [((b, h, d + 1), dtype), *several]
+    several = [((params.splits, *queries, d + 1), dtype)] if params.splits > 1 else []
+    return [((*queries, d + 1), dtype), *several]
 
 
 def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     q, k, *_ = arrays
     if why := _native.why_not_dtypes("flash_decode", "cuda", q.dtype):
         return why
-    if q.shape[2] not in WIDTHS:
-        return f"heads have {q.shape[2]} elements, the kernel takes {WIDTHS}"
+    if q.shape[3] not in WIDTHS:
+        return f"heads have {q.shape[3]} elements, the kernel takes {WIDTHS}"
+    if q.shape[1] > MOST_TOKENS:
+        return f"{q.shape[1]} tokens, the kernel takes up to {MOST_TOKENS}"
     if 0 in q.shape or 0 in k.shape:
         return "an operand is empty"
     return None
@@ -278,9 +295,9 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
 
 def _why_not_portable(arrays: Arrays, params: Params, platform: str) -> str | None:
     q, *_ = arrays
-    if q.shape[2] not in WIDTHS_PORTABLE:
+    if q.shape[3] not in WIDTHS_PORTABLE:
         return (
-            f"heads have {q.shape[2]} elements, the kernel takes {WIDTHS_PORTABLE} on GPUs other "
+            f"heads have {q.shape[3]} elements, the kernel takes {WIDTHS_PORTABLE} on GPUs other "
             "than Hopper"
         )
     return None

@@ -1,5 +1,5 @@
-"""Attention of one new query a sequence to a cache of keys and values that is split over ranks by
-position (flash decoding)."""
+"""Attention of a few new tokens a sequence to a cache of keys and values that is split over ranks
+by position (flash decoding)."""
 
 from __future__ import annotations
 
@@ -73,19 +73,22 @@ def flash_decode(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Exact attention of one new query a sequence to a cache of keys and values that is split over
-    ranks by position (flash decoding: https://pytorch.org/blog/flash-decoding).
+    """Exact attention of the last tokens of each sequence, one or a few, to a cache of keys and
+    values that is split over ranks by position (flash decoding:
+    https://pytorch.org/blog/flash-decoding).
 
     Inside ``jax.shard_map``, per rank of N along `axis_name`, for H heads of queries and G of keys
     and values (grouped queries, arXiv 2305.13245; head h of q belongs to head h // (H / G))::
 
-        q [B, H, D]   k_cache, v_cache [B, S/N, G, D]   lengths [B]   ->   [B, H, D]
+        q [B, H, D]      k_cache, v_cache [B, S/N, G, D]   lengths [B]   ->   [B, H, D]
+        q [B, T, H, D]   the same                                        ->   [B, T, H, D]
 
     Rank r has the consecutive positions r S/N to (r + 1) S/N - 1. q and lengths are the same on all
-    ranks, and so is the result. With s_t = scale q k_t, or softcap tanh(scale q k_t / softcap), it
-    is the sum of softmax(s)_t v_t over the positions t less than the sequence's length, and with
-    `window` not less than length - 1 - window. The query's own key and value are in the cache
-    already (:func:`jflux.update_cache`).
+    ranks, and so is the result. Token i of T is at p = length - T + i (speculative decoding, arXiv
+    2211.17192, or a prompt in chunks). With s_t = scale q k_t, or softcap tanh(scale q k_t /
+    softcap), its result is the sum of softmax(s)_t v_t over the positions t up to p, and with
+    `window` not less than p - window. The tokens' own keys and values are in the cache already
+    (:func:`jflux.update_cache`).
 
     A rank attends to its part of the cache, with scores and sums in float32 (float64 for float64).
     Each rank then has an output and a log-sum-exp for each head, [B, H, D + 1] in that type, and
@@ -94,11 +97,11 @@ def flash_decode(
     rank that has no position of a sequence adds nothing to it.
 
     On GPUs a kernel reads a rank's part once, of whole caches and of pages, in float16 and
-    bfloat16, for heads of 64, 128 or 256 elements; it splits the positions over the GPU's
-    multiprocessors too. Other calls, and derivatives, take XLA's products.
+    bfloat16, for heads of 64, 128 or 256 elements and up to 16 tokens; it splits the positions over
+    the GPU's multiprocessors too. Other calls, and derivatives, take XLA's products.
 
-    What a cache has at positions that the query does not attend to reaches neither the result nor
-    its derivatives, even if it is NaN.
+    What a cache has at positions that no token attends to reaches neither the result nor its
+    derivatives, even if it is NaN.
 
     Differentiable in q, the caches and `sinks`, in both modes.
 
@@ -108,8 +111,9 @@ def flash_decode(
 
     Args:
       q, k_cache, v_cache: of one type: float16, bfloat16, float32 or float64.
-      lengths: integers [B], how many positions of the whole sequence are valid. One of length 0 has
-        the result 0, and the log-sum-exp -inf, or the sink where there is one.
+      lengths: integers [B], how many positions of the whole sequence are valid, those of the T
+        tokens among them. A token without a position, as all of a sequence of length 0, has the
+        result 0, and the log-sum-exp -inf, or the sink where there is one.
       axis_name: a mesh axis, or a tuple of them. None: the cache is whole.
       block_table: integers [B, P], for a paged cache (arXiv 2309.06180, section 4.1): k_cache and
         v_cache are then this rank's [pages, page size, G, D], entry p of a sequence's row is the
@@ -124,8 +128,8 @@ def flash_decode(
       return_lse: whether to return the log-sum-exp too.
 
     Returns:
-      [B, H, D] of q's type; with `return_lse` also the logarithm of the sum of the exponentials of
-      the scores and of the sink, [B, H], float32 or float64. They do not vary over `axis_name`.
+      As q; with `return_lse` also the logarithm of the sum of the exponentials of the scores and of
+      the sink, [B, H] or [B, T, H], float32 or float64. They do not vary over `axis_name`.
 
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced.
@@ -193,9 +197,10 @@ def _flash_decode(
     return_lse: bool,
 ) -> Any:
     _check(q, k, v, lengths, block_table)
-    sinks = _sinks.check(_OP, sinks, q.shape[1])
+    sinks = _sinks.check(_OP, sinks, q.shape[-2])
     span = window_of(_OP, window)
-    scale, softcap = scale_of(_OP, scale, q.shape[2]), softcap_of(_OP, softcap)
+    scale, softcap = scale_of(_OP, scale, q.shape[-1]), softcap_of(_OP, softcap)
+    queries = q if q.ndim == 4 else jnp.expand_dims(q, 1)
     here = k.shape[1]
     if block_table is not None:
         here *= block_table.shape[1]
@@ -208,8 +213,10 @@ def _flash_decode(
     most = ranks * here
     lengths = value_checks.in_range(lengths, 0, most, "jflux.flash_decode: lengths")
     lengths = value_checks.to_int32(lengths)
-    bounds = _flash_decode_primitive.bounds_of(lengths, span, rank * here)
-    pair = attend(q, k, v, bounds, block_table, capacity=most, scale=scale, softcap=softcap)
+    tokens = queries.shape[1]
+    bounds = _flash_decode_primitive.bounds_of(lengths - tokens, lengths, span, rank * here, tokens)
+    pair = attend(queries, k, v, bounds, block_table, capacity=most, scale=scale, softcap=softcap)
+    pair = pair.reshape(*q.shape[:-1], q.shape[-1] + 1)
     out, lse = (pair[..., :-1], pair[..., -1]) if axis_name is None else merge(pair, axis_name)
     out, lse = _sinks.added(out, lse, sinks)  # once, not once on each rank
     out = out.astype(q.dtype)
@@ -221,7 +228,7 @@ def _check(q: Any, k: Any, v: Any, lengths: Any, block_table: Any) -> None:
     paged = block_table is not None
     cache_shape = "[pages, page size, G, D]" if paged else "[B, S/N, G, D]"
     for name, a, wanted in (
-        ("q", q, "[B, H, D]"),
+        ("q", q, "[B, H, D] or [B, T, H, D]"),
         ("k_cache", k, cache_shape),
         ("v_cache", v, cache_shape),
         ("lengths", lengths, "[B]"),
@@ -229,7 +236,7 @@ def _check(q: Any, k: Any, v: Any, lengths: Any, block_table: Any) -> None:
     ):
         if not hasattr(a, "ndim") or not hasattr(a, "dtype"):
             raise TypeError(f"{op}: {name} must be an array, got {type(a).__name__}")
-        if a.ndim != wanted.count(",") + 1:
+        if a.ndim not in [one.count(",") + 1 for one in wanted.split(" or ")]:
             raise ValueError(f"{op}: {name} must be {wanted}, got {a.shape}")
         if name in ("lengths", "block_table"):
             if not jnp.issubdtype(a.dtype, jnp.integer):
@@ -240,18 +247,18 @@ def _check(q: Any, k: Any, v: Any, lengths: Any, block_table: Any) -> None:
                 )
     if k.shape != v.shape:
         raise ValueError(f"{op}: k_cache and v_cache must have one shape, got {k.shape}, {v.shape}")
-    if k.shape[3] != q.shape[2]:
+    if k.shape[3] != q.shape[-1]:
         raise ValueError(
-            f"{op}: q and the caches must have the same D, got {q.shape[2]} and {k.shape[3]}"
+            f"{op}: q and the caches must have the same D, got {q.shape[-1]} and {k.shape[3]}"
         )
     if not paged and k.shape[0] != q.shape[0]:
         raise ValueError(
-            f"{op}: q [B, H, D] and the caches [B, S/N, G, D] must have the same B, got {q.shape} "
+            f"{op}: q and the caches [B, S/N, G, D] must have the same B, got {q.shape} "
             f"and {k.shape}; a paged cache needs block_table"
         )
-    if k.shape[2] == 0 or q.shape[1] % k.shape[2] != 0:
+    if k.shape[2] == 0 or q.shape[-2] % k.shape[2] != 0:
         raise ValueError(
-            f"{op}: {q.shape[1]} heads of queries must be a multiple of {k.shape[2]} of keys and "
+            f"{op}: {q.shape[-2]} heads of queries must be a multiple of {k.shape[2]} of keys and "
             "values"
         )
     if not q.dtype == k.dtype == v.dtype:

@@ -124,8 +124,8 @@ def attend_to_cache(
         kv_cache [B, S/N, G, D]   q [B, T, H, D]   k, v [B, T, G, D]   ->   o [B, T, H, D], kv_cache
 
     Token j of a sequence of length l has position l + j (:func:`new_positions`). New tokens,
-    lengths and o are the same on all ranks. A rank attends to its part of the cache, one new token
-    of each sequence in the kernel of :func:`jflux.flash_decode`, and the ranks' outputs and
+    lengths and o are the same on all ranks. A rank attends to its part of the cache, up to 16 new
+    tokens of each sequence in the kernel of :func:`jflux.flash_decode`, and the ranks' outputs and
     log-sum-exps, [B, T, H, D + 1] float32 (float64) numbers from each, are merged as there. A
     prompt of an empty cache takes less with :func:`jflux.attention` and :func:`fill_cache`.
 
@@ -146,9 +146,9 @@ def attend_to_cache(
     Returns:
       o of q's type, and the cache, whose lengths have grown by `new_lengths`. A position beyond the
       cache is an error with the value (*Raises*, below), and so is one of `new_lengths` that is not
-      from 0 to T. Where the call does not raise, o of that token is NaN, and NaN is written at the
-      sequence's last position, so that what follows is NaN too. On GPUs the kernel of one new token
-      reports it besides, as :func:`jflux.flash_decode` does.
+      from 0 to T. Where the call does not raise, o of that sequence is NaN, and NaN is written at
+      the sequence's last position, so that what follows is NaN too. On GPUs the kernel reports it
+      besides, as that of :func:`jflux.flash_decode` does.
 
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced.
@@ -298,19 +298,21 @@ def _attend(
     )
     scores = Scores(scale_of(op, scale, q.shape[3]), softcap, causal=True, window=span)
     q_here, own = q.astype(keys.dtype), own_positions(rank, here, ranks, "contiguous")
-    if tokens == 1 and q.size and keys.size:
-        # A token beyond the cache gets an end beyond it, for which decoding gives NaN. A token at a
-        # negative position attends to nothing.
-        ends = jnp.maximum(positions[:, 0] + 1, 0)
-        bounds = _flash_decode_primitive.bounds_of(ends, span, rank * here)
+    if tokens <= _flash_decode_primitive.MOST_TOKENS and q.size and keys.size:
+        # A sequence with a token beyond the cache gets an end beyond it, for which decoding gives
+        # NaN. A token at a negative position attends to nothing.
+        ends = jnp.maximum(jnp.max(positions, 1) + 1, 0)
+        first = positions[:, 0] if tokens == 1 else value_checks.to_int32(lengths)
+        bounds = _flash_decode_primitive.bounds_of(first, ends, span, rank * here, tokens)
         pair = ops.attend(
-            q_here[:, 0], keys, values, bounds, None, capacity=capacity, scale=scores.scale,
+            q_here, keys, values, bounds, None, capacity=capacity, scale=scores.scale,
             softcap=softcap,
-        )[:, None]  # fmt: skip
+        )  # fmt: skip
     else:
         o, lse = _attend_to_local_keys(q_here, keys, values, positions, own, scores)
         pair = jnp.concatenate([o, lse[..., None]], -1)
-        pair = jnp.where((positions < capacity)[..., None, None], pair, jnp.nan)
+        fits = jnp.all(positions < capacity, 1)[:, None, None, None]
+        pair = jnp.where(fits, pair, jnp.nan)
     o, lse = (pair[..., :-1], pair[..., -1]) if axis_name is None else ops.merge(pair, axis_name)
     o, _ = _sinks.added(o, lse, sinks)  # once, not once on each rank
     return o.astype(q.dtype), KVCache(keys, values, grown)

@@ -50,6 +50,7 @@ struct Case {
   int64_t batch, heads, groups, width, positions, page_size, splits;
   double softcap;
   int64_t ranks = 1, rank = 0;  // of which the kernel is one
+  int64_t tokens = 1;
 };
 
 // What a case is given wrongly.
@@ -63,7 +64,7 @@ template <typename T>
 void Check(const Case& c, uint32_t seed, const Planted& planted = {}) {
   std::mt19937 random(seed);
   const int64_t kv_rows = c.batch * c.positions;
-  auto q = RandomArray<T>(random, c.batch * c.heads * c.width);
+  auto q = RandomArray<T>(random, c.batch * c.tokens * c.heads * c.width);
   const Guarded<T> k(RandomArray<T>(random, kv_rows * c.groups * c.width));
   const Guarded<T> v(RandomArray<T>(random, kv_rows * c.groups * c.width));
   const auto origin = static_cast<int32_t>(c.rank * c.positions);
@@ -73,7 +74,10 @@ void Check(const Case& c, uint32_t seed, const Planted& planted = {}) {
     // The last sequence attends to nothing.
     const int64_t left = c.ranks * c.positions - first;
     const auto count = static_cast<int32_t>(b + 1 == c.batch ? 0 : 1 + random() % left);
-    bounds.push_back({first, first + count, origin});
+    const auto end = first + count;
+    // The last token of the second sequence has no position, and windows begin before the first.
+    const auto own = static_cast<int32_t>(end - c.tokens + 1 + (c.tokens > 1 && b == 1));
+    bounds.push_back({c.tokens > 1 && b == 0 ? first - 22 : first, end, origin, own});
   }
   if (planted.sequence >= 0 && planted.page == -1) bounds[planted.sequence].end = planted.length;
   // Pages in any order; one of them is missing.
@@ -84,18 +88,19 @@ void Check(const Case& c, uint32_t seed, const Planted& planted = {}) {
   if (pages > 0) table[0] = -1;
   if (planted.page != -1) {
     bounds[planted.sequence].end = origin + static_cast<int32_t>(c.positions) - 1;
+    bounds[planted.sequence].own = bounds[planted.sequence].end;
     table[(planted.sequence + 1) * (c.positions / c.page_size) - 1] = planted.page;
   }
   HostRecords records{};
   DeviceState state{};
   state.limits.fault = &records.fault;
-  Array<float> out(c.batch * c.heads * (c.width + 1));
+  Array<float> out(c.batch * c.tokens * c.heads * (c.width + 1));
   Array<float> parts(c.splits * out.size());
   const double scale = 1 / std::sqrt(static_cast<double>(c.width));
   const int64_t capacity = c.ranks * c.positions;
-  const FlashDecodeParams p{c.batch,     c.heads,  c.groups,    c.width,
-                            c.positions, capacity, c.page_size, pages,
-                            c.splits,    scale,    c.softcap,   simt::kDTypeOf<T>};
+  const FlashDecodeParams p{c.batch,     c.tokens,  c.heads,          c.groups, c.width,
+                            c.positions, capacity,  c.page_size,      pages,    c.splits,
+                            scale,       c.softcap, simt::kDTypeOf<T>};
   std::string error;
   const FlashDecodeArrays arrays{
       q.get(),   k.get(),    v.get(), bounds.data(), pages == 0 ? nullptr : table.data(),
@@ -120,15 +125,18 @@ void Check(const Case& c, uint32_t seed, const Planted& planted = {}) {
   int64_t wrong = 0;
   for (int64_t b = 0; b < c.batch; ++b) {
     if (b == planted.sequence && planted.page == -1) {
-      const int64_t row = c.heads * (c.width + 1);
+      const int64_t row = c.tokens * c.heads * (c.width + 1);
       for (int64_t i = 0; i < row; ++i) wrong += !std::isnan(out[b * row + i]);
       continue;
     }
-    for (int64_t h = 0; h < c.heads; ++h) {
+    for (int64_t query = 0; query < c.tokens * c.heads; ++query) {
+      const int64_t token = query / c.heads, h = query % c.heads;
       std::vector<double> mean(c.width);
       double total = 0;
-      const int64_t end = std::min<int64_t>(bounds[b].end - origin, c.positions);
-      for (int64_t t = bounds[b].first - origin; t < end; ++t) {
+      const int64_t own = bounds[b].own + token;
+      const int64_t last = std::min<int64_t>(own - origin, c.positions);
+      const int64_t end = own > bounds[b].end ? 0 : last;
+      for (int64_t t = std::max<int64_t>(bounds[b].first + token - origin, 0); t < end; ++t) {
         int64_t row = b * c.positions + t;
         if (pages > 0) {
           const int32_t page = table[(b * c.positions + t) / c.page_size];
@@ -138,7 +146,7 @@ void Check(const Case& c, uint32_t seed, const Planted& planted = {}) {
         const int64_t at = (row * c.groups + h / (c.heads / c.groups)) * c.width;
         double score = 0;
         for (int64_t i = 0; i < c.width; ++i)
-          score += q[(b * c.heads + h) * c.width + i] * k[at + i];
+          score += q[((b * c.tokens + token) * c.heads + h) * c.width + i] * k[at + i];
         score *= scale;
         if (c.softcap > 0) score = c.softcap * std::tanh(score / c.softcap);
         total += std::exp(score);
@@ -146,7 +154,7 @@ void Check(const Case& c, uint32_t seed, const Planted& planted = {}) {
       }
       // Probabilities are rounded to T.
       const double tolerance = std::is_same_v<T, __half> ? 1e-3 : 6e-3;
-      const int64_t at = (b * c.heads + h) * (c.width + 1);
+      const int64_t at = (b * c.tokens * c.heads + query) * (c.width + 1);
       for (int64_t i = 0; i < c.width; ++i) {
         wrong += !(std::abs(out[at + i] - (total > 0 ? mean[i] / total : 0)) < tolerance);
       }
@@ -170,6 +178,17 @@ TEST(EqualsAttention) {
       Check<__nv_bfloat16>(c, seed++);
     }
   }
+}
+
+TEST(SeveralTokens) {
+  uint32_t seed = 50;
+  for (const Case& c :
+       {Case{3, 4, 2, 64, 100, 0, 1, 0, 1, 0, 3}, Case{3, 6, 2, 128, 90, 0, 3, 20, 1, 0, 7},
+        Case{3, 2, 2, 256, 96, 16, 2, 0, 1, 0, 16}, Case{3, 2, 1, 64, 64, 0, 2, 0, 3, 1, 5}}) {
+    Check<__half>(c, seed++);
+    Check<__nv_bfloat16>(c, seed++);
+  }
+  Check<__half>({3, 2, 1, 64, 64, 0, 2, 0, 3, 1, 5}, seed++, {1, 193});
 }
 
 TEST(AWrongLengthIsReportedAndReadsNothing) {
