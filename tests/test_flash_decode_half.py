@@ -109,6 +109,39 @@ def test_tokens(tokens, window):
     check(run(q, k_pages, v_pages, lengths, table, window=window), want, jnp.bfloat16)
 
 
+@pytest.mark.parametrize("of", ["rows", "heads"])
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_caches_of_8_bits(of, width, dtype):
+    """As the caches that they mean, whole and in pages; values far below what float16 holds."""
+    lengths = np.array([700, 311, 2, 0], np.int32)
+    q, k, v = draw((4, 3, 8, width), (4, 700, 2, width), (4, 700, 2, width), dtype=np.float32)
+    form, q = jflux.Format(jnp.float8_e4m3fn, (1, -1)), np.asarray(q, dtype)
+    caches = []
+    size = 1e-7 if dtype == jnp.bfloat16 else 1e-2
+    for a in (k, size * v):
+        rows = np.array(jflux.quantize(a, form.dtype, block=(1, -1)).scale)
+        scale = rows if of == "rows" else rows.max((0, 1), keepdims=True)
+        values = np.array(jnp.asarray(a / scale).astype(form.dtype))
+        spoil(lengths, None, values)
+        if of == "rows":
+            spoil(lengths, None, scale)
+        caches.append(jflux.Scaled(values, scale))
+    want = plain_tokens(q, *(np.asarray(a.dequantize()) for a in caches), lengths, 37)
+    want[0] = want[0] / size
+
+    out, lse = run(q, *caches, lengths, window=37)
+    check(((np.asarray(out, np.float32) / size).astype(jnp.bfloat16), lse), want, jnp.bfloat16)
+    pages = []
+    for a in caches:
+        in_pages, table = paged(np.asarray(a.values, np.float32), 1, 20)
+        scale = paged(np.asarray(a.scale), 1, 20)[0] if of == "rows" else a.scale
+        pages.append(jflux.Scaled(jnp.asarray(in_pages).astype(form.dtype), scale))
+    again = run(q, *pages, lengths, table, window=37)
+    for one, other in zip((out, lse), again, strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
 @pytest.mark.parametrize("size", [1, 16, 24])
 def test_pages(size):
     q, k, v = draw((3, 8, 128), (3, 240, 2, 128), (3, 240, 2, 128), dtype=jnp.bfloat16)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import KVCache
-from jflux._ops.attention import kv_cache
+from jflux._ops.attention import _flash_decode_primitive, kv_cache
 
 pytestmark = pytest.mark.wide
 COUNTS = [n for n in (1, 2, 3, 4, 8) if n <= RANKS]
@@ -121,12 +121,19 @@ OPTIONS = {
 }  # fmt: skip
 
 
+def _by_rows(monkeypatch, rows):
+    """Up to so many rows of queries with the cache as it lies; others in blocks."""
+    monkeypatch.setattr(kv_cache, "MOST_ROWS", rows)
+    if rows == 0:
+        monkeypatch.setattr(_flash_decode_primitive, "MOST_TOKENS", 0)
+
+
 @pytest.mark.parametrize("rows", [256, 0], ids=["as it lies", "in blocks"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("world", COUNTS)
 def test_several_tokens_at_once(world, options, rows, monkeypatch):
     """In both programs, of sequences that have some of the new tokens, all or none."""
-    monkeypatch.setattr(kv_cache, "MOST_ROWS", rows)
+    _by_rows(monkeypatch, rows)
     length = 9
     size = world * (-(-length // world) + 1)
     q, k, v = tokens(length, seed=1)
@@ -145,6 +152,49 @@ def test_several_tokens_at_once(world, options, rows, monkeypatch):
             np.testing.assert_allclose(o[:, j], want, rtol=1e-12, atol=1e-12)
         lengths += new
         np.testing.assert_array_equal(cache.lengths, lengths)
+
+
+@EITHER
+@pytest.mark.parametrize("world", COUNTS)
+@pytest.mark.parametrize("of", ["rows", "heads"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_caches_of_8_bits(dtype, of, world, module):
+    """A prompt, three tokens, then one: as attention to what the cache means."""
+    prompt, length = 4 * world, 4 * world + 4
+    q, k, v = tokens(length, seed=3, dtype=np.float32)
+    size = world * -(-length // world)
+    shape = (B, size, G, 1) if of == "rows" else (1, 1, G, 1)
+    largest = 127 if dtype == "int8" else 448
+
+    def cache_of(a):
+        scale = np.abs(a).max((0, 1, 3), keepdims=True) / largest
+        return jflux.Scaled(
+            jnp.zeros((B, size, G, D), dtype), jnp.broadcast_to(scale, shape).astype(jnp.float32)
+        )
+
+    cache = KVCache(cache_of(k), cache_of(v), jnp.zeros(B, jnp.int32))
+    part = P(None, "tp")
+    spec = jflux.Scaled(part, part if of == "rows" else P())
+    specs = KVCache(spec, spec, P())
+    fill = functools.partial(module.fill_cache, axis_name="tp", layout="contiguous")
+    cache = over_ranks(fill, world, (specs, part, part), specs)(
+        cache, k[:, :prompt], v[:, :prompt]
+    )
+    attend = functools.partial(module.attend_to_cache, axis_name="tp")
+    step = over_ranks(attend, world, (specs, P(), P(), P()), (P(), specs))
+    first = prompt
+    for count in (3, 1):
+        new = (a[:, first : first + count] for a in (q, k, v))
+        o, cache = step(cache, *new)
+        keys, values = (np.asarray(a.dequantize()) for a in cache[:2])
+        for i in range(count):
+            want = row(q, keys, values, np.full(B, first + i + 1))
+            np.testing.assert_allclose(o[:, i], want, rtol=1e-5, atol=1e-5)
+        first += count
+    for whole, a in zip((k, v), cache[:2], strict=True):
+        error = np.abs(np.asarray(a.dequantize())[:, :length] - whole)
+        assert (error <= np.abs(whole) * 2.0**-4 + np.abs(whole).max() * 2.0**-7).all()
+    np.testing.assert_array_equal(cache.lengths, np.full(B, length))
 
 
 def test_without_ranks_and_without_lengths():
@@ -224,7 +274,7 @@ def test_derivatives_of_both_modes():
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_nan_reaches_those_that_attend_to_it(count, rows, monkeypatch):
     """Also where another rank's part of the cache has none."""
-    monkeypatch.setattr(kv_cache, "MOST_ROWS", rows)
+    _by_rows(monkeypatch, rows)
     world = COUNTS[-1]
     new = [a[:, :count] for a in tokens(count)]
     keys = np.zeros((B, 4 * world, G, D))
@@ -243,7 +293,7 @@ def test_a_nan_reaches_those_that_attend_to_it(count, rows, monkeypatch):
 @pytest.mark.parametrize("rows", [0, kv_cache.MOST_ROWS])
 @pytest.mark.parametrize("count", [1, 2])
 def test_no_nan_of_unfilled_positions_reaches_a_gradient(count, rows, monkeypatch):
-    monkeypatch.setattr(kv_cache, "MOST_ROWS", rows)
+    _by_rows(monkeypatch, rows)
     new = [a[:, :count] for a in tokens(count)]
 
     def gradients(cache):

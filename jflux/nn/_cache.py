@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from .._ops import _scaled
+from .._ops._scaled import Scaled
 from .._ops.attention.kv_cache import KVCache
 from .._ranks import global_arrays, meshes
 from .._ranks.meshes import AxisName
@@ -40,7 +44,8 @@ def init_cache(
       length: positions, of all ranks together.
       num_heads, num_kv_heads: of queries, and of keys and values, of all ranks together; the second
         is the first by default.
-      dtype: of the layer's computation.
+      dtype: of the layer's computation; or of 8 bits, such as ``jnp.float8_e4m3fn``, for a cache
+        with a scale for each position's head (:class:`jflux.KVCache`).
       axis_name, context_axis: as in :func:`attention`; None: no such axis.
       mesh: outside ``shard_map``: by default the ambient one.
       x_spec: outside ``shard_map``: how the layer's activations are sharded besides, such as
@@ -68,7 +73,8 @@ def init_cache(
     heads = cached_heads(num_heads, kv_heads, ranks) // ranks
     cache = _zeros((batch, -(-length // parts), heads, head_dim), dtype)
     if axes and meshes.tracks_vma(axes):
-        keys, values = (meshes.vary(a, axes) for a in cache[:2])
+        vary = functools.partial(meshes.vary, names=axes)
+        keys, values = (jax.tree.map(vary, a) for a in cache[:2])
         return KVCache(keys, values, cache.lengths)
     return cache
 
@@ -119,8 +125,12 @@ def _size(mesh: Any, names: tuple[Any, ...]) -> int:
 
 
 def _zeros(shape: tuple[int, ...], dtype: DTypeLike) -> KVCache:
-    keys, values = (jnp.zeros(shape, dtype) for _ in range(2))
-    return KVCache(keys, values, jnp.zeros(shape[0], jnp.int32))
+    def zeros() -> Any:
+        values = jnp.zeros(shape, dtype)
+        is_scaled = values.dtype in _scaled.TYPES
+        return Scaled(values, jnp.ones((*shape[:3], 1), np.float32)) if is_scaled else values
+
+    return KVCache(zeros(), zeros(), jnp.zeros(shape[0], jnp.int32))
 
 
 def _placed(shape: tuple[int, ...], dtype: DTypeLike, mesh: Any, specs: Any) -> KVCache:
@@ -131,4 +141,10 @@ def _placed(shape: tuple[int, ...], dtype: DTypeLike, mesh: Any, specs: Any) -> 
             return global_arrays._reshard(array, mesh=mesh, spec=spec)
         return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
 
-    return jax.jit(lambda: KVCache(*map(place, _zeros(shape, dtype), specs)))()
+    def placed() -> KVCache:
+        pairs = zip(_zeros(shape, dtype), specs, strict=True)
+        return KVCache(
+            *(jax.tree.map(functools.partial(place, spec=spec), one) for one, spec in pairs)
+        )
+
+    return jax.jit(placed)()

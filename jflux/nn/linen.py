@@ -247,7 +247,7 @@ class Attention(_Layer):
             )
         there = self.has_variable("cache", _flax.CACHED[0])
 
-        def empty(field: int) -> jax.Array:
+        def empty(field: int) -> Any:
             spec = global_arrays._spec(x, self.x_spec)
             cache = _flax.empty_cache(self, x.shape, heads, kv_heads, c, dtype=x.dtype, x_spec=spec)
             return cache[field]

@@ -8,7 +8,8 @@
 //
 // Scores are 16 queries x 16 positions by mma.sync, and so is their product with the values: fewer
 // than 16 queries leave rows of zeros, which costs nothing where memory's rate is the limit. Sums
-// are in float32; probabilities are rounded to the cache's type before they multiply values.
+// are in float32; probabilities are rounded to 16 bits before they multiply values. What a cache
+// has, 16 bits or 8 with scales, is a class below: Halves, Bytes.
 //
 // A position outside of the range, or without a page, is loaded as zeros and its score is minus
 // infinity, so that a NaN there reaches nothing.
@@ -18,6 +19,7 @@
 // what).
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <type_traits>
 
@@ -40,22 +42,7 @@ struct FlashDecodeArgs {
   int32_t batch, tokens, heads, groups, positions, capacity, page_size, pages, entries, splits;
   int32_t blocks;  // of 16 queries, of a head of the cache
   float scale, softcap;
-};
-
-// Shared memory of a warp: the queries, then the ring of tiles, keys before values. Rows are of
-// kRowBytes; their 16-byte vectors are swizzled by the row, so that ldmatrix meets no bank twice.
-template <int D>
-struct Shape {
-  static constexpr int kVectors = D / 8;
-  static constexpr int kRowBytes = 2 * D;
-  static constexpr int kTileBytes = kTile * kRowBytes;
-  static constexpr int kStages = D <= 128 ? 512 / D : 3;
-  static constexpr int kWarpBytes = (1 + 2 * kStages) * kTileBytes;
-  static constexpr int kSmemBytes = kWarps * kWarpBytes;
-  static constexpr bool kKeepsQ = D <= 128;  // queries stay in registers
-  static __device__ uint32_t At(int row, int vector) {
-    return row * kRowBytes + ((vector ^ (row & 7)) * 16);
-  }
+  bool has_rows;  // each row of the cache has a scale, else each of its heads
 };
 
 // softcap tanh(x / softcap), off by 1e-7 softcap.
@@ -122,8 +109,8 @@ __device__ void ReportPage(const FlashDecodeArgs& args, int32_t sequence, int32_
               args.pages, page);
 }
 
-// The first element of a position's row in the cache; -1 if there is none.
-template <int D, bool kReports = false>
+// A position's row of the cache, of its head; -1 if there is none.
+template <bool kReports = false>
 __device__ int64_t RowOf(const FlashDecodeArgs& args, const Item& item, int32_t position) {
   if (position >= item.end) return -1;
   int64_t row = static_cast<int64_t>(item.sequence) * args.positions + position;
@@ -137,26 +124,7 @@ __device__ int64_t RowOf(const FlashDecodeArgs& args, const Item& item, int32_t 
     }
     row = static_cast<int64_t>(page) * args.page_size + (position - entry * args.page_size);
   }
-  return (row * args.groups + item.group) * D;
-}
-
-template <typename T, int D>
-__device__ void LoadTile(const FlashDecodeArgs& args, const Item& item, int32_t first,
-                         uint32_t smem_k) {
-  using S = Shape<D>;
-  const int lane = threadIdx.x % 32;
-  const int64_t row_of_lane = RowOf<D, /*kReports=*/true>(args, item, first + lane % kTile);
-  const auto* k = static_cast<const T*>(args.arrays.k);
-  const auto* v = static_cast<const T*>(args.arrays.v);
-#pragma unroll
-  for (int i = 0; i < kTile * S::kVectors / 32; ++i) {
-    const int row = (32 * i + lane) / S::kVectors, vector = (32 * i + lane) % S::kVectors;
-    const int64_t from = __shfl_sync(0xffffffff, row_of_lane, row);
-    const bool is_there = from >= 0;
-    const int64_t at = is_there ? from + 8 * vector : 0;
-    ptx::CopyAsync16(smem_k + S::At(row, vector), k + at, is_there ? 16 : 0);
-    ptx::CopyAsync16(smem_k + S::kTileBytes + S::At(row, vector), v + at, is_there ? 16 : 0);
-  }
+  return row * args.groups + item.group;
 }
 
 // A lane's part of 16 queries' results: rows lane / 4 and 8 more.
@@ -181,39 +149,294 @@ struct Running {
   }
 };
 
+// ---- Caches ------------------------------------------------------------------------------------
+
+// Shared memory of a warp: the queries, then a ring of tiles, keys before values. Rows of the
+// queries, and of a cache of 16 bits, are of 2 D bytes; their 16-byte vectors are swizzled by the
+// row, so that ldmatrix meets no bank twice.
+template <int D>
+__device__ __forceinline__ uint32_t AtHalves(int row, int vector) {
+  return row * 2 * D + ((vector ^ (row & 7)) * 16);
+}
+template <int D>
+constexpr int kQueryBytes = kTile * 2 * D;
+
 template <typename T, int D>
+__device__ void LoadQueries(const FlashDecodeArgs& args, const Item& item, uint32_t smem_q) {
+  constexpr int kVectors = D / 8;
+  const int lane = threadIdx.x % 32;
+  const auto* q = static_cast<const T*>(args.arrays.q);
+#pragma unroll
+  for (int i = 0; i < kTile * kVectors / 32; ++i) {
+    const int row = (32 * i + lane) / kVectors, vector = (32 * i + lane) % kVectors;
+    const Query query = Query::Of(args, item, row);
+    ptx::CopyAsync16(smem_q + AtHalves<D>(row, vector),
+                     q + (query.is_there ? query.row * D + 8 * vector : 0),
+                     query.is_there ? 16 : 0);
+  }
+}
+
+// A cache of T, which the tensor cores multiply as it is.
+template <typename T, int D>
+struct Halves {
+  static constexpr int kVectors = D / 8, kTileBytes = kTile * 2 * D;
+  static constexpr int kStages = D <= 128 ? 512 / D : 3, kStageBytes = 2 * kTileBytes;
+  static constexpr bool kKeepsQ = D <= 128;  // queries stay in registers
+  uint32_t q[kKeepsQ ? D / 16 : 1][4];
+
+  static __device__ void LoadTile(const FlashDecodeArgs& args, const Item& item, int32_t first,
+                                  uint32_t smem) {
+    const int lane = threadIdx.x % 32;
+    const int64_t row_of_lane = RowOf</*kReports=*/true>(args, item, first + lane % kTile);
+    const auto* k = static_cast<const T*>(args.arrays.k);
+    const auto* v = static_cast<const T*>(args.arrays.v);
+#pragma unroll
+    for (int i = 0; i < kTile * kVectors / 32; ++i) {
+      const int row = (32 * i + lane) / kVectors, vector = (32 * i + lane) % kVectors;
+      const int64_t from = __shfl_sync(0xffffffff, row_of_lane, row);
+      const bool is_there = from >= 0;
+      const int64_t at = is_there ? from * D + 8 * vector : 0;
+      const uint32_t to = smem + AtHalves<D>(row, vector);
+      ptx::CopyAsync16(to, k + at, is_there ? 16 : 0);
+      ptx::CopyAsync16(to + kTileBytes, v + at, is_there ? 16 : 0);
+    }
+  }
+
+  __device__ void TakeQueries(uint32_t smem_q) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (kKeepsQ) {
+#pragma unroll
+      for (int i = 0; i < D / 16; ++i) {
+        ptx::LoadMatrix4(q[i], smem_q + AtHalves<D>(lane % 16, 2 * i + lane / 16));
+      }
+    }
+  }
+
+  // s: lane's scores of queries lane / 4 and 8 more, at positions 8 n + 2 (lane % 4) + {0, 1}.
+  __device__ void Scores(uint32_t smem_q, uint32_t smem, float (&s)[2][4]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i) {
+      uint32_t keys[4];
+      ptx::LoadMatrix4(keys, smem + AtHalves<D>(lane % 8 + lane / 16 * 8, 2 * i + lane / 8 % 2));
+      if constexpr (!kKeepsQ)
+        ptx::LoadMatrix4(q[0], smem_q + AtHalves<D>(lane % 16, 2 * i + lane / 16));
+      const uint32_t (&a)[4] = q[kKeepsQ ? i : 0];
+      ptx::Multiply16x8<T>(s[0], a, keys[0], keys[1]);
+      ptx::Multiply16x8<T>(s[1], a, keys[2], keys[3]);
+    }
+  }
+  // What scores of a position are multiplied by.
+  static __device__ float KeyScale(uint32_t, int) { return 1.0f; }
+
+  // Adds the product of probabilities, as `Scores` has them, and values.
+  static __device__ void AddValues(uint32_t smem, const float (&p)[2][4], uint32_t,
+                                   float (&out)[D / 8][4]) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t weights[4] = {Pack<T>(p[0][0], p[0][1]), Pack<T>(p[0][2], p[0][3]),
+                                 Pack<T>(p[1][0], p[1][1]), Pack<T>(p[1][2], p[1][3])};
+#pragma unroll
+    for (int j = 0; j < D / 16; ++j) {
+      uint32_t values[4];
+      ptx::LoadMatrix4Transposed(values,
+                                 smem + kTileBytes + AtHalves<D>(lane % 16, 2 * j + lane / 16));
+      ptx::Multiply16x8<T>(out[2 * j], weights, values[0], values[1]);
+      ptx::Multiply16x8<T>(out[2 * j + 1], weights, values[2], values[3]);
+    }
+  }
+
+  // The column of out[j][2 h + e] of a lane.
+  static __device__ int Column(int j, int e) { return 8 * j + 2 * (threadIdx.x % 4) + e; }
+};
+
+// A cache of e4m3, with a scale for each row or head. In what order a product's terms are added is
+// free, so each lane reads 16 bytes at once, of what it multiplies:
+//
+//   keys     elements 64 s + 16 (lane % 4) + {0 .. 15} of positions lane / 4 and 8 more: four
+//            steps of mma's 16 terms, of which a lane has four each
+//   values   columns W (lane / 4) + {0 .. W - 1}, W = D / 8, of positions 2 (lane % 4) + {0, 1} and
+//            8 more: a step's column of mma is one of W that lie W apart
+//
+// Keys are multiplied as float16, and so are queries: exact, but that queries of bfloat16 beyond
+// 65504 are infinite. Values are bfloat16 of 2^-120 times their size, which is their bits, shifted;
+// probabilities are made 2^120 times larger, and have their position's scale. (NaN among values
+// would be 480: `quantize` makes the scale of such a row NaN.)
+template <typename T, int D>
+struct Bytes {
+  static constexpr int kVectors = D / 16, kTileBytes = kTile * D;
+  static constexpr int kStages = D <= 128 ? 1024 / D : 5;
+  static constexpr int kScaleBytes = 2 * kTile * 4, kStageBytes = 2 * kTileBytes + kScaleBytes;
+  static constexpr bool kKeepsQ = D <= 128;
+  static constexpr int kBytes = D / 8;  // W
+  uint32_t q[kKeepsQ ? D / 16 : 4][4];
+
+  static __device__ uint32_t AtKeys(int row, int vector) {
+    return row * D + (D == 64 ? vector : vector ^ ((row & 1) * 4)) * 16;
+  }
+  static __device__ uint32_t AtValues(int row, int vector) {
+    return kTileBytes + row * D + (vector ^ (D == 64 ? row / 2 & 3 : row & 7)) * 16;
+  }
+  static __device__ uint32_t AtScale(bool of_values, int position) {
+    return 2 * kTileBytes + (of_values * kTile + position) * 4;
+  }
+
+  static __device__ void LoadTile(const FlashDecodeArgs& args, const Item& item, int32_t first,
+                                  uint32_t smem) {
+    const int lane = threadIdx.x % 32;
+    const int64_t row_of_lane = RowOf</*kReports=*/true>(args, item, first + lane % kTile);
+    const auto* k = static_cast<const uint8_t*>(args.arrays.k);
+    const auto* v = static_cast<const uint8_t*>(args.arrays.v);
+#pragma unroll
+    for (int i = 0; i < kTile * kVectors / 32; ++i) {
+      const int row = (32 * i + lane) / kVectors, vector = (32 * i + lane) % kVectors;
+      const int64_t from = __shfl_sync(0xffffffff, row_of_lane, row);
+      const bool is_there = from >= 0;
+      const int64_t at = is_there ? from * D + 16 * vector : 0;
+      ptx::CopyAsync16(smem + AtKeys(row, vector), k + at, is_there ? 16 : 0);
+      ptx::CopyAsync16(smem + AtValues(row, vector), v + at, is_there ? 16 : 0);
+    }
+    const bool of_values = lane >= kTile;
+    if (row_of_lane >= 0) {  // else nobody uses what is there
+      const float* scale = of_values ? args.arrays.v_scale : args.arrays.k_scale;
+      ptx::CopyAsync4(smem + AtScale(of_values, lane % kTile),
+                      scale + (args.has_rows ? row_of_lane : item.group));
+    }
+  }
+
+  // Queries are float16 from here on.
+  __device__ void TakeQueries(uint32_t smem_q) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (!std::is_same_v<T, __half>) {
+#pragma unroll
+      for (int i = 0; i < kQueryBytes<D> / 128; ++i) {
+        const uint32_t at = smem_q + (32 * i + lane) * 4;
+        const float2 pair = Unpack<T>(ptx::LoadShared4(at));
+        ptx::StoreShared4(at, static_cast<int32_t>(Pack<__half>(pair.x, pair.y)));
+      }
+      __syncwarp();
+    }
+    if constexpr (kKeepsQ) {
+#pragma unroll
+      for (int i = 0; i < D / 16; ++i) TakeStep(smem_q, i, q[i]);
+    }
+  }
+  static __device__ void TakeStep(uint32_t smem_q, int i, uint32_t (&a)[4]) {
+    const int lane = threadIdx.x % 32;
+    const int element = 64 * (i / 4) + 16 * (lane % 4) + 4 * (i % 4);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint64_t pairs =
+          ptx::LoadShared8(smem_q + AtHalves<D>(lane / 4 + 8 * h, element / 8) + element % 8 * 2);
+      a[h] = static_cast<uint32_t>(pairs);
+      a[2 + h] = static_cast<uint32_t>(pairs >> 32);
+    }
+  }
+
+  static __device__ uint32_t Half(uint32_t two) {
+    const __half2_raw pair =
+        __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(two), __NV_E4M3);
+    return pair.x | static_cast<uint32_t>(pair.y) << 16;
+  }
+
+  __device__ void Scores(uint32_t smem_q, uint32_t smem, float (&s)[2][4]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int of64 = 0; of64 < D / 64; ++of64) {
+      if constexpr (!kKeepsQ) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) TakeStep(smem_q, 4 * of64 + i, q[i]);
+      }
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const uint4 keys = ptx::LoadShared16(smem + AtKeys(8 * n + lane / 4, 4 * of64 + lane % 4));
+        const uint32_t words[4] = {keys.x, keys.y, keys.z, keys.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          ptx::Multiply16x8<__half>(s[n], q[kKeepsQ ? 4 * of64 + i : i], Half(words[i] & 0xffff),
+                                    Half(words[i] >> 16));
+        }
+      }
+    }
+  }
+  static __device__ float KeyScale(uint32_t smem, int position) {
+    return ptx::LoadSharedFloat(smem + AtScale(false, position));
+  }
+
+  // Bytes `b` of both, numbers of e4m3, as bfloat16 of 2^-120 times their size.
+  static __device__ uint32_t Shifted(uint32_t one, uint32_t other, int b) {
+    const uint32_t twice = __byte_perm(one, other, b * 0x1111 + 0x4400);  // of each: its byte twice
+    return (twice & 0x80008000) | (twice << 4 & 0x07f007f0);
+  }
+
+  static __device__ void AddValues(uint32_t smem, const float (&p)[2][4], uint32_t there,
+                                   float (&out)[D / 8][4]) {
+    using B = __nv_bfloat16;
+    const int lane = threadIdx.x % 32, first = 2 * (lane % 4);
+    float w[2][4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int position = 8 * n + first + c % 2;
+        const float scale = ptx::LoadSharedFloat(smem + AtScale(true, position));
+        // What no position has is not multiplied: its scale may be anything.
+        w[n][c] = there >> position & 1 ? p[n][c] * scale * 0x1p120f : 0.0f;
+      }
+    }
+    const uint32_t weights[4] = {Pack<B>(w[0][0], w[0][1]), Pack<B>(w[0][2], w[0][3]),
+                                 Pack<B>(w[1][0], w[1][1]), Pack<B>(w[1][2], w[1][3])};
+    constexpr int kWords = Min(kBytes, 16) / 4;
+#pragma unroll
+    for (int chunk = 0; chunk < CeilDiv(kBytes, 16); ++chunk) {
+      uint32_t words[4][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = first + i % 2 + i / 2 * 8, byte = lane / 4 * kBytes + 16 * chunk;
+        const uint32_t at = smem + AtValues(row, byte / 16);
+        if constexpr (kBytes < 16) {
+          const uint64_t v = ptx::LoadShared8(at + byte % 16);
+          words[i][0] = static_cast<uint32_t>(v);
+          words[i][1] = static_cast<uint32_t>(v >> 32);
+        } else {
+          const uint4 v = ptx::LoadShared16(at);
+          words[i][0] = v.x;
+          words[i][1] = v.y;
+          words[i][2] = v.z;
+          words[i][3] = v.w;
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < kWords; ++m) {
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          ptx::Multiply16x8<B>(out[16 * chunk + 4 * m + b], weights,
+                               Shifted(words[0][m], words[1][m], b),
+                               Shifted(words[2][m], words[3][m], b));
+        }
+      }
+    }
+  }
+
+  static __device__ int Column(int j, int e) { return kBytes * (2 * (threadIdx.x % 4) + e) + j; }
+};
+
+// ---- A warp ------------------------------------------------------------------------------------
+
+template <typename Cache, int D>
 __device__ void AttendToTile(const FlashDecodeArgs& args, const Item& item, int32_t first,
-                             uint32_t smem_q,
-                             const uint32_t (&q)[Shape<D>::kKeepsQ ? D / 16 : 1][4],
-                             uint32_t smem_k, Running<D>& run) {
-  using S = Shape<D>;
+                             uint32_t smem_q, Cache& cache, uint32_t smem, Running<D>& run) {
   const int lane = threadIdx.x % 32;
   float s[2][4]{};
-#pragma unroll
-  for (int i = 0; i < D / 16; ++i) {
-    uint32_t keys[4], queries[4];
-    ptx::LoadMatrix4(keys, smem_k + S::At(lane % 8 + lane / 16 * 8, 2 * i + lane / 8 % 2));
-    if constexpr (!S::kKeepsQ)
-      ptx::LoadMatrix4(queries, smem_q + S::At(lane % 16, 2 * i + lane / 16));
-    const auto& a = [&]() -> const uint32_t (&)[4] {
-      if constexpr (S::kKeepsQ) {
-        return q[i];
-      } else {
-        return queries;
-      }
-    }();
-    ptx::Multiply16x8<T>(s[0], a, keys[0], keys[1]);
-    ptx::Multiply16x8<T>(s[1], a, keys[2], keys[3]);
-  }
-  const uint32_t there = __ballot_sync(0xffffffff, RowOf<D>(args, item, first + lane % kTile) >= 0);
+  cache.Scores(smem_q, smem, s);
+  const uint32_t there = __ballot_sync(0xffffffff, RowOf(args, item, first + lane % kTile) >= 0);
   float highest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      float x = s[n][c] * args.scale;
-      if (args.softcap > 0) x = Cap(x, args.softcap);
       const int position = 8 * n + 2 * (lane % 4) + c % 2, at = first + position;
+      float x = s[n][c] * (args.scale * Cache::KeyScale(smem, position));
+      if (args.softcap > 0) x = Cap(x, args.softcap);
       const bool counts = (there >> position & 1) && run.begin[c / 2] <= at && at < run.end[c / 2];
       s[n][c] = counts ? x * kLog2e : -INFINITY;
       highest[c / 2] = fmaxf(highest[c / 2], s[n][c]);
@@ -248,34 +471,10 @@ __device__ void AttendToTile(const FlashDecodeArgs& args, const Item& item, int3
       run.total[c / 2] += s[n][c];
     }
   }
-  const uint32_t weights[4] = {Pack<T>(s[0][0], s[0][1]), Pack<T>(s[0][2], s[0][3]),
-                               Pack<T>(s[1][0], s[1][1]), Pack<T>(s[1][2], s[1][3])};
-  const uint32_t smem_v = smem_k + S::kTileBytes;
-#pragma unroll
-  for (int j = 0; j < D / 16; ++j) {
-    uint32_t values[4];
-    ptx::LoadMatrix4Transposed(values, smem_v + S::At(lane % 16, 2 * j + lane / 16));
-    ptx::Multiply16x8<T>(run.out[2 * j], weights, values[0], values[1]);
-    ptx::Multiply16x8<T>(run.out[2 * j + 1], weights, values[2], values[3]);
-  }
+  Cache::AddValues(smem, s, there, run.out);
 }
 
-template <typename T, int D>
-__device__ void LoadQueries(const FlashDecodeArgs& args, const Item& item, uint32_t smem_q) {
-  using S = Shape<D>;
-  const int lane = threadIdx.x % 32;
-  const auto* q = static_cast<const T*>(args.arrays.q);
-#pragma unroll
-  for (int i = 0; i < kTile * S::kVectors / 32; ++i) {
-    const int row = (32 * i + lane) / S::kVectors, vector = (32 * i + lane) % S::kVectors;
-    const Query query = Query::Of(args, item, row);
-    ptx::CopyAsync16(smem_q + S::At(row, vector),
-                     q + (query.is_there ? query.row * D + 8 * vector : 0),
-                     query.is_there ? 16 : 0);
-  }
-}
-
-template <int D>
+template <typename Cache, int D>
 __device__ void Store(const FlashDecodeArgs& args, const Item& item, const Running<D>& run) {
   const int lane = threadIdx.x % 32;
   float* to = args.splits == 1 ? args.arrays.out : args.arrays.parts;
@@ -292,17 +491,20 @@ __device__ void Store(const FlashDecodeArgs& args, const Item& item, const Runni
     const float factor = any ? 1.0f / total : 0.0f;
 #pragma unroll
     for (int j = 0; j < D / 8; ++j) {
-      row[8 * j + 2 * (lane % 4)] = run.out[j][2 * h] * factor;
-      row[8 * j + 2 * (lane % 4) + 1] = run.out[j][2 * h + 1] * factor;
+      row[Cache::Column(j, 0)] = run.out[j][2 * h] * factor;
+      row[Cache::Column(j, 1)] = run.out[j][2 * h + 1] * factor;
     }
     if (lane % 4 == 0) row[D] = any ? kLn2 * (run.highest[h] + log2f(total)) : -INFINITY;
   }
 }
 
-template <typename T, int D>
+template <typename Cache, int D>
+constexpr int kWarpBytes = kQueryBytes<D> + Cache::kStages * Cache::kStageBytes;
+
+template <typename T, typename Cache, int D>
 __global__ void __launch_bounds__(32 * kWarps)
     FlashDecodeKernel(const __grid_constant__ FlashDecodeArgs args) {
-  using S = Shape<D>;
+  constexpr int kStages = Cache::kStages;
   JFLUX_DYNAMIC_SHARED(uint8_t, 128, storage);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t number = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
@@ -311,39 +513,34 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (item.is_wrong && item.group + item.block + item.split + lane == 0)
     ReportLength(args, item.sequence);
   const auto smem_q =
-      static_cast<uint32_t>(__cvta_generic_to_shared(storage + warp * S::kWarpBytes));
-  const auto stage_at = [&](int stage) { return smem_q + (1 + 2 * stage) * S::kTileBytes; };
+      static_cast<uint32_t>(__cvta_generic_to_shared(storage + warp * kWarpBytes<Cache, D>));
+  const auto stage_at = [&](int stage) {
+    return smem_q + kQueryBytes<D> + stage * Cache::kStageBytes;
+  };
   const int32_t tiles = CeilDiv(item.end - item.begin, kTile);
 
   if (tiles > 0) LoadQueries<T, D>(args, item, smem_q);  // in the first tile's group of copies
 #pragma unroll
-  for (int stage = 0; stage < S::kStages - 1; ++stage) {
-    if (stage < tiles) LoadTile<T, D>(args, item, item.begin + stage * kTile, stage_at(stage));
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    if (stage < tiles) Cache::LoadTile(args, item, item.begin + stage * kTile, stage_at(stage));
     ptx::CopyAsyncCommit();
   }
   Running<D> run{};
   run.Start(args, item);
-  uint32_t q[S::kKeepsQ ? D / 16 : 1][4]{};
-  int stage = 0, next = S::kStages - 1;
+  Cache cache{};
+  int stage = 0, next = kStages - 1;
   for (int32_t tile = 0; tile < tiles; ++tile) {
-    ptx::CopyAsyncWait<S::kStages - 2>();
+    ptx::CopyAsyncWait<kStages - 2>();
     __syncwarp();  // the other lanes' copies are there, and they have read the stage before
-    if constexpr (S::kKeepsQ) {
-      if (tile == 0) {
-#pragma unroll
-        for (int i = 0; i < D / 16; ++i) {
-          ptx::LoadMatrix4(q[i], smem_q + S::At(lane % 16, 2 * i + lane / 16));
-        }
-      }
-    }
-    const int32_t ahead = tile + S::kStages - 1;
-    if (ahead < tiles) LoadTile<T, D>(args, item, item.begin + ahead * kTile, stage_at(next));
+    if (tile == 0) cache.TakeQueries(smem_q);
+    const int32_t ahead = tile + kStages - 1;
+    if (ahead < tiles) Cache::LoadTile(args, item, item.begin + ahead * kTile, stage_at(next));
     ptx::CopyAsyncCommit();
-    AttendToTile<T, D>(args, item, item.begin + tile * kTile, smem_q, q, stage_at(stage), run);
-    stage = stage + 1 == S::kStages ? 0 : stage + 1;
-    next = next + 1 == S::kStages ? 0 : next + 1;
+    AttendToTile(args, item, item.begin + tile * kTile, smem_q, cache, stage_at(stage), run);
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    next = next + 1 == kStages ? 0 : next + 1;
   }
-  Store<D>(args, item, run);
+  Store<Cache>(args, item, run);
 }
 
 // One CTA merges the parts of one query: [splits][B T H][D + 1] -> [B T H][D + 1].
@@ -397,18 +594,31 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
   if (threadIdx.x == 0) out[D] = any ? highest + logf(total) : -INFINITY;
 }
 
+struct Kernel {
+  const void* kernel;
+  int smem_bytes;
+};
+template <typename T, typename Cache, int D>
+Kernel KernelWith() {
+  return {reinterpret_cast<const void*>(&FlashDecodeKernel<T, Cache, D>),
+          kWarps * kWarpBytes<Cache, D>};
+}
 template <int D>
-const void* KernelOf(DType dtype) {
-  return WithFormat<kFlashDecodeFormats.operands>(dtype, [](auto format) {
-    return reinterpret_cast<const void*>(&FlashDecodeKernel<CudaType<format>, D>);
+Kernel KernelOf(DType dtype, bool is_bytes) {
+  return WithFormat<kFlashDecodeFormats.operands>(dtype, [&](auto format) {
+    using T = CudaType<format>;
+    return is_bytes ? KernelWith<T, Bytes<T, D>, D>() : KernelWith<T, Halves<T, D>, D>();
   });
 }
 
 template <int D>
 bool LoadFor(std::string* error) {
+  const auto load = [&](const Kernel& one) {
+    return LoadKernel(one.kernel, one.smem_bytes, error);
+  };
   return ForFormats(kFlashDecodeFormats.operands,
                     [&](DType dtype) {
-                      return LoadKernel(KernelOf<D>(dtype), Shape<D>::kSmemBytes, error);
+                      return load(KernelOf<D>(dtype, false)) && load(KernelOf<D>(dtype, true));
                     }) &&
          LoadKernel(reinterpret_cast<const void*>(&MergePartsKernel<D>), 0, error);
 }
@@ -417,9 +627,9 @@ template <int D>
 bool LaunchFor(const FlashDecodeParams& p, FlashDecodeArgs& args, cudaStream_t stream,
                std::string* error) {
   const int64_t items = static_cast<int64_t>(args.splits) * args.batch * args.blocks * args.groups;
-  return LaunchKernel(KernelOf<D>(p.dtype), &args,
-                      static_cast<int>(CeilDiv<int64_t>(items, kWarps)), 1, 32 * kWarps,
-                      Shape<D>::kSmemBytes, stream, error) &&
+  const Kernel one = KernelOf<D>(p.dtype, p.scales != CacheScales::kNone);
+  return LaunchKernel(one.kernel, &args, static_cast<int>(CeilDiv<int64_t>(items, kWarps)), 1,
+                      32 * kWarps, one.smem_bytes, stream, error) &&
          (args.splits == 1 || LaunchKernel(reinterpret_cast<const void*>(&MergePartsKernel<D>),
                                            &args, args.batch * args.tokens * args.heads, 1,
                                            32 * kMergeWarps, 0, stream, error));
@@ -456,6 +666,7 @@ bool LaunchFlashDecode(const FlashDecodeParams& p, const FlashDecodeArrays& arra
   args.blocks = static_cast<int32_t>(CeilDiv<int64_t>(p.heads / p.groups * p.tokens, kTile));
   args.scale = static_cast<float>(p.scale);
   args.softcap = static_cast<float>(p.softcap);
+  args.has_rows = p.scales == CacheScales::kOfRows;
   switch (p.width) {
     case 64:
       return LaunchFor<64>(p, args, stream, error);

@@ -4,7 +4,8 @@
 //
 //   q           [B, T, H, D], of T consecutive tokens
 //   k, v        [B, S, G, D], or in pages [pages, page size, G, D]; head h of q attends to head
-//               h / (H / G)
+//               h / (H / G). Of q's type, or of e4m3 with scales
+//   scales      f32, of k and of v: one for each row of D elements, or [G]
 //   bounds      i32 [B, 4], first, end, origin and own, in positions of the whole sequence: token i
 //               attends to those from first + i (or 0) to before own + i, and to none if there are
 //               fewer than own + i. The rank's part begins at `origin`, a multiple of S. `end` is
@@ -36,6 +37,8 @@ namespace jflux {
 inline constexpr OpId kFlashDecodeId{37};
 inline constexpr OpFormats kFlashDecodeFormats{kHalves};
 
+enum class CacheScales : int32_t { kNone, kOfRows, kOfHeads };
+
 struct DecodeBounds {
   int32_t first, end, origin, own;
 
@@ -53,7 +56,8 @@ struct FlashDecodeParams {
   int64_t splits;  // parts of a sequence's range that are attended to apart
   double scale;    // of the scores
   double softcap;  // 0: none
-  DType dtype;     // of q and the cache
+  DType dtype;     // of q, and of a cache without scales
+  CacheScales scales = CacheScales::kNone;
 };
 
 struct FlashDecodeArrays {
@@ -61,6 +65,7 @@ struct FlashDecodeArrays {
   const DecodeBounds* bounds;
   const int32_t* block_table;  // null if the cache is whole
   float *out, *parts;          // parts: null for one split
+  const float *k_scale = nullptr, *v_scale = nullptr;
 };
 
 // Enqueues the call on `stream`, on the current device: false and *error if it cannot. `state` is

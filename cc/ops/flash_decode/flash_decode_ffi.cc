@@ -55,15 +55,17 @@ XLA_FFI_DEFINE_HANDLER(kCheckOnCpu, CheckOnCpu,
 
 #ifdef JFLUX_WITH_CUDA
 
-// Operands q, k, v, bounds[, block_table]. Results out[, parts].
+// Operands q, k, v, bounds[, scales of k, of v][, block_table]. Results out[, parts].
 struct Attributes {
   int64_t capacity = 0;
   double scale = 0;
   double softcap = 0;
   int64_t splits = 0;
+  bool paged = false;
 
   void Read(AttributeReader& read) {
     read("capacity", &capacity)("scale", &scale)("softcap", &softcap)("splits", &splits);
+    read("paged", &paged);
   }
 };
 
@@ -75,11 +77,11 @@ struct Call {
 // The parameters of the call; empty if operands and results do not fit together.
 std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
                            ffi::RemainingRets results) {
-  if (operands.size() < 4 || operands.size() > 5 || a.splits < 1 ||
+  const bool scaled = operands.size() == (a.paged ? 7 : 6);
+  if ((!scaled && operands.size() != (a.paged ? 5 : 4)) || a.splits < 1 ||
       results.size() != (a.splits > 1 ? 2 : 1)) {
     return std::nullopt;
   }
-  const bool paged = operands.size() == 5;
   const auto q = *operands.get<ffi::AnyBuffer>(0), k = *operands.get<ffi::AnyBuffer>(1),
              v = *operands.get<ffi::AnyBuffer>(2), bounds = *operands.get<ffi::AnyBuffer>(3);
   const auto dtype = DTypeOf(q.element_type());
@@ -98,8 +100,8 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
   p.dtype = *dtype;
   FlashDecodeArrays& arrays = call.arrays;
   const int64_t first = k.dimensions()[0], second = k.dimensions()[1];
-  if (paged) {
-    const auto table = *operands.get<ffi::AnyBuffer>(4);
+  if (a.paged) {
+    const auto table = *operands.get<ffi::AnyBuffer>(operands.size() - 1);
     if (table.dimensions().size() != 2) return std::nullopt;
     const int64_t entries = table.dimensions()[1];
     if (!Is(table, ffi::S32, {p.batch, entries})) return std::nullopt;
@@ -118,7 +120,20 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
   }
   auto out = *results.get<ffi::AnyBuffer>(0);
   for (const ffi::AnyBuffer* cache : {&k, &v}) {
-    if (!Is(*cache, q.element_type(), {first, second, p.groups, p.width})) return std::nullopt;
+    const auto type = scaled ? ffi::F8E4M3FN : q.element_type();
+    if (!Is(*cache, type, {first, second, p.groups, p.width})) return std::nullopt;
+  }
+  if (scaled) {
+    const auto of_k = *operands.get<ffi::AnyBuffer>(4), of_v = *operands.get<ffi::AnyBuffer>(5);
+    const bool of_rows = Is(of_k, ffi::F32, {first, second, p.groups, 1});
+    const std::initializer_list<int64_t> rows = {first, second, p.groups, 1};
+    const std::initializer_list<int64_t> heads = {1, 1, p.groups, 1};
+    for (const ffi::AnyBuffer* scale : {&of_k, &of_v}) {
+      if (!Is(*scale, ffi::F32, of_rows ? rows : heads)) return std::nullopt;
+    }
+    p.scales = of_rows ? CacheScales::kOfRows : CacheScales::kOfHeads;
+    arrays.k_scale = static_cast<const float*>(of_k.untyped_data());
+    arrays.v_scale = static_cast<const float*>(of_v.untyped_data());
   }
   if (!Is(bounds, ffi::S32, {p.batch, 4}) ||
       !Is(*out, ffi::F32, {p.batch, p.tokens, p.heads, p.width + 1})) {

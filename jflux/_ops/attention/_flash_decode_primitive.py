@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from ..._call.plans import Arrays, Plan
 from ..._call.primitives import make_primitive
 from ..._ranks import meshes
 from .._epilogue import sum_dtype
+from .._scaled import Scaled
 from ..products import _product
 from . import update_cache
 from ._blockwise import default_precision, pairs_flops
@@ -45,9 +46,11 @@ MOST_TOKENS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """A call, less its operands q, k, v, bounds[, block_table].
+    """A call, less its operands q, k, v, bounds[, scales of k, of v][, block_table].
 
     Attributes:
+      scaled: k and v are of 8 bits, and have scales [..., 1]: of each row, or [1, 1, G, 1].
+      paged: there is a block_table.
       capacity: positions of all ranks' parts.
       scale, softcap: of the scores; no softcap: 0.
       splits: parts of a sequence that different warps attend to.
@@ -59,13 +62,19 @@ class Params:
     scale: float
     softcap: float
     splits: int
+    scaled: bool = False
+    paged: bool = False
     precision: str | None = None
+
+
+#: A cache of keys, or of values.
+Cache = jax.Array | Scaled
 
 
 def attend(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: Cache,
+    v: Cache,
     bounds: jax.Array,
     block_table: jax.Array | None,
     *,
@@ -80,10 +89,34 @@ def attend(
     positions = _positions(k, block_table)
     splits = splits_of(q.shape, k.shape[2], positions)
     tables = () if block_table is None else (block_table,)
-    operands = map(jnp.asarray, (q, k, v, bounds, *tables))
-    precision = default_precision()
-    params = Params(capacity, float(scale), float(softcap or 0), splits, precision)
+    params = Params(
+        capacity, float(scale), float(softcap or 0), splits, isinstance(k, Scaled), bool(tables),
+        default_precision(),
+    )  # fmt: skip
+    pair = [(a.values, a.scale) if isinstance(a, Scaled) else (a,) for a in (k, v)]
+    (k, *k_scale), (v, *v_scale) = pair
+    operands = map(jnp.asarray, (q, k, v, bounds, *k_scale, *v_scale, *tables))
     return _primitive.bind(*operands, params=params)[0]
+
+
+def check_scales(op: str, caches: Mapping[str, Any]) -> None:
+    """Raises where a cache [B, S, G, D] has no scale of its rows or heads."""
+    for name, a in caches.items():
+        if not isinstance(a, Scaled):
+            raise TypeError(f"{op}: {name} must be a jflux.Scaled, as the other cache is")
+        rows, heads = (*a.shape[:3], 1), (1, 1, a.shape[2], 1)
+        if a.scale.shape not in (rows, heads):
+            raise ValueError(
+                f"{op}: the scale of {name} must be {rows}, or {heads}, got {a.scale.shape}"
+            )
+
+
+def _operands(arrays: Any, params: Params) -> tuple[Any, Any, Any, Any, Any]:
+    """(q, k, v, bounds, block_table)."""
+    q, k, v, bounds, *rest = arrays
+    if params.scaled:
+        k, v = Scaled(k, rest[0]), Scaled(v, rest[1])
+    return q, k, v, bounds, rest[-1] if params.paged else None
 
 
 def bounds_of(
@@ -99,15 +132,20 @@ def bounds_of(
     return jnp.stack([first, ends, jnp.full_like(ends, origin), first_own + 1], -1)
 
 
-def _positions(k: jax.Array, block_table: jax.Array | None) -> int:
+def _positions(k: Cache, block_table: jax.Array | None) -> int:
     """How many positions a rank's part of a cache has, whole or in pages."""
     return k.shape[1] * (1 if block_table is None else block_table.shape[1])
 
 
+def dequantized(cache: Cache, dtype: Any) -> jax.Array:
+    """The cache, in this type if it is of 8 bits."""
+    return cache.dequantize(dtype) if isinstance(cache, Scaled) else cache
+
+
 def attend_reference(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: Cache,
+    v: Cache,
     bounds: jax.Array,
     block_table: jax.Array | None,
     *,
@@ -116,19 +154,21 @@ def attend_reference(
     softcap: float | None,
 ) -> jax.Array:
     """:func:`attend` in plain `lax`."""
-    may_be_read = None
+    may_be_read, dtype = None, sum_dtype(q.dtype)
+    q = q.astype(dtype) if isinstance(k, Scaled) else q
+    keys, values = dequantized(k, dtype), dequantized(v, dtype)
     if block_table is not None:
-        (k, v), may_be_read = update_cache.read_pages((k, v), block_table, OP)
+        (keys, values), may_be_read = update_cache.read_pages((keys, values), block_table, OP)
     batch, tokens, heads, width = q.shape
     first, end, origin, own = (bounds[:, i, None, None] for i in range(4))
-    position = origin + jnp.arange(k.shape[1], dtype=jnp.int32)
+    position = origin + jnp.arange(keys.shape[1], dtype=jnp.int32)
     token = jnp.arange(tokens, dtype=jnp.int32)[:, None]
     attended = (position >= first + token) & (position < own + token) & (own + token <= end)
     if may_be_read is not None:
         attended &= may_be_read[:, None]
     rows = q if tokens == 1 else q.swapaxes(1, 2)  # the tokens of a head together
     rows = rows.reshape(batch, heads * tokens, width)
-    out, lse = attend_to_local_keys(rows, k, v, attended, scale=scale, softcap=softcap)
+    out, lse = attend_to_local_keys(rows, keys, values, attended, scale=scale, softcap=softcap)
     pair = jnp.concatenate([out, lse[..., None]], -1)
     if tokens == 1:
         pair = pair[:, None]
@@ -252,24 +292,23 @@ def _splits(batch: int, length: int) -> int:
 
 
 def _reference(arrays: Arrays, params: Params) -> list[jax.Array]:
-    q, k, v, bounds, *tables = arrays
     with jax.default_matmul_precision(params.precision):
         pair = attend_reference(
-            q, k, v, bounds, tables[0] if tables else None, capacity=params.capacity,
-            scale=params.scale, softcap=params.softcap or None,
+            *_operands(arrays, params), capacity=params.capacity, scale=params.scale,
+            softcap=params.softcap or None,
         )  # fmt: skip
     return [pair, *(jnp.zeros(shape, dtype) for shape, dtype in _shapes(arrays, params)[1:])]
 
 
 def _check_lengths(arrays: Arrays, params: Params) -> Arrays:
     """The operands, if their lengths are right; else the call's error."""
-    q, k, v, bounds, *tables = arrays
+    q, k, v, bounds, *rest = arrays
     check = jax.ffi.ffi_call(f"jflux_{OP}", jax.ShapeDtypeStruct(bounds.shape, bounds.dtype))
-    positions = _positions(k, tables[0] if tables else None)
+    positions = _positions(k, rest[-1] if params.paged else None)
     if not bounds.size or not positions:
         return arrays
     bounds = check(bounds, capacity=np.int64(params.capacity), positions=np.int64(positions))
-    return q, k, v, bounds, *tables
+    return q, k, v, bounds, *rest
 
 
 def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
@@ -288,6 +327,10 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
         return f"heads have {q.shape[3]} elements, the kernel takes {WIDTHS}"
     if q.shape[1] > MOST_TOKENS:
         return f"{q.shape[1]} tokens, the kernel takes up to {MOST_TOKENS}"
+    if params.scaled and k.dtype != jnp.float8_e4m3fn:
+        return f"the caches are {k.dtype}, the kernel takes float8_e4m3fn"
+    if params.scaled and arrays[4].shape != arrays[5].shape:
+        return "one cache has a scale for each row, and the other one not"
     if 0 in q.shape or 0 in k.shape:
         return "an operand is empty"
     return None
@@ -305,15 +348,15 @@ def _why_not_portable(arrays: Arrays, params: Params, platform: str) -> str | No
 
 def _flops(arrays: Arrays, params: Params) -> int:
     """The FLOPs for all positions of this rank. Tracing does not know the lengths."""
-    q, k, _, _, *tables = arrays
-    return pairs_flops(q, _positions(k, tables[0] if tables else None))
+    q, k, _, _, table = _operands(arrays, params)
+    return pairs_flops(q, _positions(k, table))
 
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     def bind(*operands: Any) -> Any:
         return primitive.bind(*operands, params=params)
 
-    if len(operands) > 4 or None in dims:
+    if len(operands) > 4 or None in dims:  # pages, and scales of heads, are of all sequences
         return _product.batch_one_by_one(bind, operands, dims)
     count = operands[0].shape[dims[0]]
     merged = [
@@ -328,12 +371,13 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
 
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
     """Values and tangents by XLA's form: the kernel has no forward mode."""
-    values, others = primals[:3], primals[3:]
+    count = 1 if params.scaled else 3  # what is quantised is constant
+    values, others = primals[:count], primals[count:]
 
     def f(*values: Any) -> Any:
         return _reference((*values, *others), params)
 
-    return jax.jvp(f, values, tuple(ad.instantiate_zeros(t) for t in tangents[:3]))
+    return jax.jvp(f, values, tuple(ad.instantiate_zeros(t) for t in tangents[:count]))
 
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
@@ -342,6 +386,7 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
         "scale": np.float64(params.scale),
         "softcap": np.float64(params.softcap),
         "splits": np.int64(params.splits),
+        "paged": params.paged,
     }
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ..._call import value_checks
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
+from .._scaled import Scaled
 from . import _flash_decode_primitive, _sinks, decode_merge
 from ._checks import DTYPES, scale_of, softcap_of, window_of
 
@@ -110,7 +111,9 @@ def flash_decode(
     call does not raise, that sequence's result is NaN; such an entry counts as -1.
 
     Args:
-      q, k_cache, v_cache: of one type: float16, bfloat16, float32 or float64.
+      q, k_cache, v_cache: of one type: float16, bfloat16, float32 or float64. Or both caches are
+        :class:`jflux.Scaled`, of 8 bits, with a scale for each position's head, [..., G, 1], or for
+        each head, [1, 1, G, 1]; the kernel takes float8_e4m3fn. They have no derivatives.
       lengths: integers [B], how many positions of the whole sequence are valid, those of the T
         tokens among them. A token without a position, as all of a sequence of length 0, has the
         result 0, and the log-sum-exp -inf, or the sink where there is one.
@@ -261,7 +264,9 @@ def _check(q: Any, k: Any, v: Any, lengths: Any, block_table: Any) -> None:
             f"{op}: {q.shape[-2]} heads of queries must be a multiple of {k.shape[2]} of keys and "
             "values"
         )
-    if not q.dtype == k.dtype == v.dtype:
+    if isinstance(k, Scaled) or isinstance(v, Scaled):
+        _flash_decode_primitive.check_scales(op, {"k_cache": k, "v_cache": v})
+    elif not q.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"{op}: q, k_cache and v_cache must have one type, got {q.dtype}, {k.dtype}, {v.dtype};"
             " cast q, or cast the cache as it is written"

@@ -14,6 +14,8 @@ from ..._call import value_checks
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from .._epilogue import sum_dtype
+from .._recipe import Format
+from .._scaled import Scaled
 from . import _flash_decode_primitive, _sinks, decode_merge, flash_attention, update_cache
 from ._blockwise import Positions, Scores
 from ._checks import DTYPES, scale_of, softcap_of, window_of
@@ -30,13 +32,42 @@ class KVCache(NamedTuple):
 
     Attributes:
       keys, values: [B, S, G, D], or a rank's [B, S/N, G, D], of one type, float16, bfloat16,
-        float32 or float64: rank r of N has the positions r S/N to (r + 1) S/N - 1.
+        float32 or float64: rank r of N has the positions r S/N to (r + 1) S/N - 1. Or both are
+        :class:`jflux.Scaled`, of float8_e4m3fn, float8_e5m2 or int8, half of the bytes: with a
+        scale for each position's head, [B, S/N, G, 1], which new ones get as they are written, or
+        for each head, [1, 1, G, 1], which the caller chooses and which stays.
       lengths: int32 [B], how many positions of each sequence are filled; the same on all ranks.
     """
 
-    keys: jax.Array
-    values: jax.Array
+    keys: jax.Array | Scaled
+    values: jax.Array | Scaled
     lengths: jax.Array
+
+
+def _as_in(cache: jax.Array | Scaled, new: jax.Array) -> tuple[Any, Any]:
+    """(what is written of a cache, what is written there): new keys or values as it has them."""
+    if not isinstance(cache, Scaled):
+        return cache, new
+    if cache.scale.shape[:3] == cache.shape[:3]:
+        return cache, Format(cache.dtype, (1, -1)).of_rows(new)[0]
+    ones = jnp.ones((1, 1), jnp.float32)
+    ratio = Format(cache.dtype, (-1, -1)).of_rows(new / cache.scale, scale=ones)[0]
+    return cache.values, ratio.values
+
+
+def _written(
+    update: Callable[..., Any], kv_cache: KVCache, k: Any, v: Any, positions: Any, **options: Any
+) -> tuple[Any, Any]:
+    """The keys and values of a cache with new ones."""
+    caches = kv_cache.keys, kv_cache.values
+    (old, new) = zip(*(_as_in(*pair) for pair in zip(caches, (k, v), strict=True)), strict=True)
+    written = update(old, new, positions, **options)
+    return tuple(
+        Scaled(now, cache.scale)
+        if isinstance(cache, Scaled) and not isinstance(now, Scaled)
+        else now
+        for cache, now in zip(caches, written, strict=True)
+    )  # type: ignore[return-value]
 
 
 @meshes.axis_by_name
@@ -252,10 +283,9 @@ def _fill(
         lengths, are_right = _counts(f"{op}: lengths", lengths, ranks * here, ops.raises)
         lengths = jnp.where(are_right, lengths, ranks * size)
     positions = jnp.where(at[None] < lengths[:, None], at[None], -1)
-    keys, values = ops.update(
-        (kv_cache.keys, kv_cache.values), (k, v), positions, axis_name=axis_name,
-        split=axis_name is not None,
-    )  # fmt: skip
+    keys, values = _written(
+        ops.update, kv_cache, k, v, positions, axis_name=axis_name, split=axis_name is not None
+    )
     return KVCache(keys, values, lengths.astype(kv_cache.lengths.dtype))
 
 
@@ -293,11 +323,11 @@ def _attend(
     positions = value_checks.in_range(
         positions, None, capacity - 1, f"{op}: positions", raises=ops.raises
     )  # before another op says it in its own words
-    keys, values = ops.update(
-        (kv_cache.keys, kv_cache.values), (k, v), positions, axis_name=axis_name
-    )
+    keys, values = _written(ops.update, kv_cache, k, v, positions, axis_name=axis_name)
     scores = Scores(scale_of(op, scale, q.shape[3]), softcap, causal=True, window=span)
-    q_here, own = q.astype(keys.dtype), own_positions(rank, here, ranks, "contiguous")
+    is_scaled = isinstance(keys, Scaled)
+    q_here = q if is_scaled else q.astype(keys.dtype)
+    own = own_positions(rank, here, ranks, "contiguous")
     if tokens <= _flash_decode_primitive.MOST_TOKENS and q.size and keys.size:
         # A sequence with a token beyond the cache gets an end beyond it, for which decoding gives
         # NaN. A token at a negative position attends to nothing.
@@ -309,7 +339,10 @@ def _attend(
             softcap=softcap,
         )  # fmt: skip
     else:
-        o, lse = _attend_to_local_keys(q_here, keys, values, positions, own, scores)
+        keys_here, values_here = (
+            _flash_decode_primitive.dequantized(a, q.dtype) for a in (keys, values)
+        )
+        o, lse = _attend_to_local_keys(q_here, keys_here, values_here, positions, own, scores)
         pair = jnp.concatenate([o, lse[..., None]], -1)
         fits = jnp.all(positions < capacity, 1)[:, None, None, None]
         pair = jnp.where(fits, pair, jnp.nan)
@@ -378,12 +411,14 @@ def _check_cache(op: str, kv_cache: Any, k: Any, v: Any, lengths: Any, name: str
             f"{op}: kv_cache.keys and values must be [B, S/N, G, D] with the B and G of k, "
             f"{k.shape}, got {keys.shape} and {values.shape}"
         )
+    scaled = [isinstance(a, Scaled) for a in (keys, values)]
+    if all(scaled):
+        _flash_decode_primitive.check_scales(op, {"keys": keys, "values": values})
     # q, k and v are cast to the cache's type.
-    if keys.dtype != values.dtype or keys.dtype.name not in DTYPES:
+    elif keys.dtype != values.dtype or keys.dtype.name not in DTYPES or any(scaled):
         raise TypeError(
-            f"{op}: kv_cache.keys and values must be of one type, one of {', '.join(DTYPES)}, got "
-            f"{keys.dtype} and {values.dtype}; narrower ones would need scales, which a KVCache "
-            "does not have"
+            f"{op}: kv_cache.keys and values must be of one type, one of {', '.join(DTYPES)}, or "
+            f"both a jflux.Scaled, got {keys.dtype} and {values.dtype}"
         )
     if jnp.issubdtype(kv_cache[2].dtype, jnp.integer) and jnp.iinfo(kv_cache[2].dtype).bits < 32:
         raise TypeError(f"{op}: kv_cache.lengths must have 32 bits, got {kv_cache[2].dtype}")

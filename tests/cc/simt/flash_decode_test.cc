@@ -60,13 +60,21 @@ struct Planted {
   int32_t page = -1;      // in place of the last one that the length needs
 };
 
-template <typename T>
-void Check(const Case& c, uint32_t seed, const Planted& planted = {}) {
+// C: what the cache is of; e4m3 with scales.
+template <typename T, typename C = T>
+void Check(const Case& c, uint32_t seed, const Planted& planted = {},
+           CacheScales scales = CacheScales::kNone) {
   std::mt19937 random(seed);
   const int64_t kv_rows = c.batch * c.positions;
   auto q = RandomArray<T>(random, c.batch * c.tokens * c.heads * c.width);
-  const Guarded<T> k(RandomArray<T>(random, kv_rows * c.groups * c.width));
-  const Guarded<T> v(RandomArray<T>(random, kv_rows * c.groups * c.width));
+  const Guarded<C> k(RandomArray<C>(random, kv_rows * c.groups * c.width));
+  const Guarded<C> v(RandomArray<C>(random, kv_rows * c.groups * c.width));
+  const bool of_rows = scales == CacheScales::kOfRows;
+  Array<float> of_k((of_rows ? kv_rows : 1) * c.groups), of_v(of_k.size());
+  for (float& scale : of_k.data) scale = std::exp2(static_cast<float>(random() % 5) - 2);
+  // Of values far below what float16 holds, too.
+  const float size = seed % 2 == 0 ? 1 : 1e-7f;
+  for (float& scale : of_v.data) scale = size * static_cast<float>(1 + random() % 7);
   const auto origin = static_cast<int32_t>(c.rank * c.positions);
   std::vector<DecodeBounds> bounds;
   for (int64_t b = 0; b < c.batch; ++b) {
@@ -98,13 +106,13 @@ void Check(const Case& c, uint32_t seed, const Planted& planted = {}) {
   Array<float> parts(c.splits * out.size());
   const double scale = 1 / std::sqrt(static_cast<double>(c.width));
   const int64_t capacity = c.ranks * c.positions;
-  const FlashDecodeParams p{c.batch,     c.tokens,  c.heads,          c.groups, c.width,
-                            c.positions, capacity,  c.page_size,      pages,    c.splits,
-                            scale,       c.softcap, simt::kDTypeOf<T>};
+  const FlashDecodeParams p{c.batch,     c.tokens,  c.heads,           c.groups, c.width,
+                            c.positions, capacity,  c.page_size,       pages,    c.splits,
+                            scale,       c.softcap, simt::kDTypeOf<T>, scales};
   std::string error;
   const FlashDecodeArrays arrays{
-      q.get(),   k.get(),    v.get(), bounds.data(), pages == 0 ? nullptr : table.data(),
-      out.get(), parts.get()};
+      q.get(),   k.get(),     v.get(),    bounds.data(), pages == 0 ? nullptr : table.data(),
+      out.get(), parts.get(), of_k.get(), of_v.get()};
   EXPECT(LaunchFlashDecode(p, arrays, &state, nullptr, &error)) << error;
   const std::string failure = simt::Run(seed);
   EXPECT(failure.empty()) << failure << ", seed " << seed;
@@ -143,20 +151,27 @@ void Check(const Case& c, uint32_t seed, const Planted& planted = {}) {
           if (page < 0 || page >= pages) continue;
           row = page * c.page_size + t % c.page_size;
         }
-        const int64_t at = (row * c.groups + h / (c.heads / c.groups)) * c.width;
+        const int64_t of_head = h / (c.heads / c.groups), at = (row * c.groups + of_head) * c.width;
+        const int64_t of_scale = of_rows ? row * c.groups + of_head : of_head;
+        const bool is_scaled = scales != CacheScales::kNone;
         double score = 0;
         for (int64_t i = 0; i < c.width; ++i)
           score += q[((b * c.tokens + token) * c.heads + h) * c.width + i] * k[at + i];
-        score *= scale;
+        score *= scale * (is_scaled ? of_k[of_scale] : 1);
         if (c.softcap > 0) score = c.softcap * std::tanh(score / c.softcap);
         total += std::exp(score);
-        for (int64_t i = 0; i < c.width; ++i) mean[i] += std::exp(score) * v[at + i];
+        for (int64_t i = 0; i < c.width; ++i) {
+          mean[i] += std::exp(score) * v[at + i] * (is_scaled ? of_v[of_scale] / size : 1);
+        }
       }
       // Probabilities are rounded to T.
-      const double tolerance = std::is_same_v<T, __half> ? 1e-3 : 6e-3;
+      const double tolerance = scales != CacheScales::kNone ? 3e-2
+                               : std::is_same_v<T, __half>  ? 1e-3
+                                                            : 6e-3;
+      const double unit = scales == CacheScales::kNone ? 1 : size;
       const int64_t at = (b * c.tokens * c.heads + query) * (c.width + 1);
       for (int64_t i = 0; i < c.width; ++i) {
-        wrong += !(std::abs(out[at + i] - (total > 0 ? mean[i] / total : 0)) < tolerance);
+        wrong += !(std::abs(out[at + i] / unit - (total > 0 ? mean[i] / total : 0)) < tolerance);
       }
       const double lse = out[at + c.width];
       wrong += total > 0 ? !(std::abs(lse - std::log(total)) < 1e-4) : !(lse == -INFINITY);
@@ -189,6 +204,21 @@ TEST(SeveralTokens) {
     Check<__nv_bfloat16>(c, seed++);
   }
   Check<__half>({3, 2, 1, 64, 64, 0, 2, 0, 3, 1, 5}, seed++, {1, 193});
+}
+
+TEST(CachesOf8Bits) {
+  uint32_t seed = 70;
+  using E = __nv_fp8_e4m3;
+  for (const CacheScales scales : {CacheScales::kOfRows, CacheScales::kOfHeads}) {
+    for (const Case& c :
+         {Case{2, 4, 2, 64, 100, 0, 1, 0}, Case{3, 10, 2, 128, 90, 0, 3, 20, 1, 0, 5},
+          Case{3, 2, 2, 256, 96, 16, 2, 0}, Case{3, 4, 2, 64, 64, 16, 2, 0, 3, 1, 2}}) {
+      Check<__half, E>(c, seed++, {}, scales);
+      Check<__nv_bfloat16, E>(c, seed++, {}, scales);
+    }
+    Check<__half, E>({3, 2, 2, 64, 64, 16, 2, 0}, seed++, {2, 0, 12}, scales);
+    Check<__half, E>({2, 4, 2, 128, 100, 0, 1, 0}, seed++, {1, 101}, scales);
+  }
 }
 
 TEST(AWrongLengthIsReportedAndReadsNothing) {

@@ -248,6 +248,15 @@ T atomicOr(T* p, U v) {
 }
 
 inline int __popc(uint32_t v) { return __builtin_popcount(v); }
+// Selectors without a sign.
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selectors) {
+  const uint64_t bytes = a | static_cast<uint64_t>(b) << 32;
+  uint32_t out = 0;
+  for (int i = 0; i < 4; ++i) {
+    out |= static_cast<uint32_t>(bytes >> 8 * (selectors >> 4 * i & 7) & 0xff) << 8 * i;
+  }
+  return out;
+}
 inline int __popcll(uint64_t v) { return __builtin_popcountll(v); }
 inline int __ffs(uint32_t v) { return __builtin_ffs(static_cast<int>(v)); }
 inline int __clz(uint32_t v) { return v == 0 ? 32 : __builtin_clz(v); }
