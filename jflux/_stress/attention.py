@@ -127,9 +127,11 @@ def decoding(rng: random.Random, place: Place) -> Case:
     batch, world, name = rng.choice([1, 3, 8]), place.world, place.axis_name
     own = rng.choice([1, 16, 129, 1000] if place.platform == "cuda" else [1, 5, 32])
     window, softcap = rng.choice([None, None, own + 1]), rng.choice([None, None, 5.0])
-    tokens = rng.choice([1, 1, 2, 16])
+    tokens, in_8_bits = rng.choice([1, 1, 2, 16]), rng.random() < 0.4
 
-    def body(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+    def body(q: Any, k: Any, v: Any, lengths: Any, *scales: Any) -> Any:
+        if scales:
+            k, v = (jflux.Scaled(a, scale) for a, scale in zip((k, v), scales, strict=True))
         return _finite(
             jflux.flash_decode(
                 q, k, v, lengths, axis_name=name, window=window, softcap=softcap, return_lse=True
@@ -147,25 +149,33 @@ def decoding(rng: random.Random, place: Place) -> Case:
         lengths = drawn.integers(0, world * own + 1, (*lead, batch)).astype(np.int32)
         lengths = alike(np.where(drawn.random(lengths.shape) < 0.2, 0, lengths).astype(np.int32))
         k, v = (calls.normal(seed + i, (*lead, batch, own, groups, width), dtype) for i in (1, 2))
+        scales: tuple[np.ndarray, ...] = ()
+        if in_8_bits:
+            k, v = (np.asarray(a.astype(np.float32), jnp.float8_e4m3fn) for a in (k, v))
+            scales = tuple(drawn.choice([0.5, 1, 1.5], (*a.shape[:-1], 1)) for a in (k, v))
+            scales = tuple(a.astype(np.float32) for a in scales)
+        meant = [a.astype(np.float64) for a in (k, v)]
+        meant = [a * scale for a, scale in zip(meant, scales, strict=True)] if scales else meant
         o, size = (np.empty(q.shape) for _ in range(2))
         lse = np.empty(q.shape[:-1])
         for group in calls.groups_of(place.mesh, name):
             ends = lengths[group[0]][:, None, None] - np.arange(tokens)[::-1, None]
             at = np.arange(world * own)
             valid = (at < ends) & (at >= ends - 1 - (world * own if window is None else window))
-            whole = [np.concatenate([a[one] for one in group], 1) for a in (k, v)]
+            whole = [np.concatenate([a[one] for one in group], 1) for a in meant]
             query, keys, values = (a.astype(np.float64) for a in (q[group[0]], *whole))
             found = _softmax(query, keys, values, valid, softcap)
             for rank, one in enumerate(group):
                 o[one], size[one], lse[one] = found
                 unread = ~valid.any(1)[:, rank * own : (rank + 1) * own]
-                for cache in (k, v):
+                for cache in scales or (k, v):
                     cache[one][unread] = np.nan
-        return (q, k, v, lengths), _outputs(o, size, lse, dtype, same=True)
+        return (q, k, v, lengths, *scales), _outputs(o, size, lse, dtype, same=True)
 
     return place.case(
         "flash_decode",
         f"flash_decode [{batch}, {tokens}, {heads}, {width}] on {groups} {np.dtype(dtype).name}, "
+        f"{'8 bits, ' if in_8_bits else ''}"
         f"caches of {own} positions, {window=} {softcap=}",
         body,
         make,
