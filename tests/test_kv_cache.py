@@ -177,9 +177,7 @@ def test_caches_of_8_bits(dtype, of, world, module):
     spec = jflux.Scaled(part, part if of == "rows" else P())
     specs = KVCache(spec, spec, P())
     fill = functools.partial(module.fill_cache, axis_name="tp", layout="contiguous")
-    cache = over_ranks(fill, world, (specs, part, part), specs)(
-        cache, k[:, :prompt], v[:, :prompt]
-    )
+    cache = over_ranks(fill, world, (specs, part, part), specs)(cache, k[:, :prompt], v[:, :prompt])
     attend = functools.partial(module.attend_to_cache, axis_name="tp")
     step = over_ranks(attend, world, (specs, P(), P(), P()), (P(), specs))
     first = prompt
