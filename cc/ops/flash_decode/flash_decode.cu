@@ -229,9 +229,11 @@ struct Halves {
   // What scores of a position are multiplied by.
   static __device__ float KeyScale(uint32_t, int) { return 1.0f; }
 
+  // What sums of `AddValues` are multiplied by.
+  static constexpr float kUnit = 1;
   // Adds the product of probabilities, as `Scores` has them, and values.
-  static __device__ void AddValues(uint32_t smem, const float (&p)[2][4], uint32_t,
-                                   float (&out)[D / 8][4]) {
+  static __device__ void AddValues(const FlashDecodeArgs&, uint32_t smem, const float (&p)[2][4],
+                                   uint32_t, float (&out)[D / 8][4]) {
     const int lane = threadIdx.x % 32;
     const uint32_t weights[4] = {Pack<T>(p[0][0], p[0][1]), Pack<T>(p[0][2], p[0][3]),
                                  Pack<T>(p[1][0], p[1][1]), Pack<T>(p[1][2], p[1][3])};
@@ -259,8 +261,10 @@ struct Halves {
 //
 // Keys are multiplied as float16, and so are queries: exact, but that queries of bfloat16 beyond
 // 65504 are infinite. Values are bfloat16 of 2^-120 times their size, which is their bits, shifted;
-// probabilities are made 2^120 times larger, and have their position's scale. (NaN among values
-// would be 480: `quantize` makes the scale of such a row NaN.)
+// probabilities have their position's scale. Half of the 2^120 is theirs too, and the other half
+// the sum's, so that neither a large scale nor a small sum leaves float32's range. NaN among values
+// would be 480: where heads have scales it is looked for, and `quantize` makes the scale of such a
+// row NaN.
 template <typename T, int D>
 struct Bytes {
   static constexpr int kVectors = D / 16, kTileBytes = kTile * D;
@@ -368,8 +372,14 @@ struct Bytes {
     return (twice & 0x80008000) | (twice << 4 & 0x07f007f0);
   }
 
-  static __device__ void AddValues(uint32_t smem, const float (&p)[2][4], uint32_t there,
-                                   float (&out)[D / 8][4]) {
+  // Whether one of four numbers of e4m3 is NaN.
+  static __device__ bool HasNan(uint32_t four) {
+    return ((four & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
+  }
+
+  static constexpr float kUnit = 0x1p60f;
+  static __device__ void AddValues(const FlashDecodeArgs& args, uint32_t smem,
+                                   const float (&p)[2][4], uint32_t there, float (&out)[D / 8][4]) {
     using B = __nv_bfloat16;
     const int lane = threadIdx.x % 32, first = 2 * (lane % 4);
     float w[2][4];
@@ -380,12 +390,13 @@ struct Bytes {
         const int position = 8 * n + first + c % 2;
         const float scale = ptx::LoadSharedFloat(smem + AtScale(true, position));
         // What no position has is not multiplied: its scale may be anything.
-        w[n][c] = there >> position & 1 ? p[n][c] * scale * 0x1p120f : 0.0f;
+        w[n][c] = there >> position & 1 ? p[n][c] * scale * 0x1p60f : 0.0f;
       }
     }
     const uint32_t weights[4] = {Pack<B>(w[0][0], w[0][1]), Pack<B>(w[0][2], w[0][3]),
                                  Pack<B>(w[1][0], w[1][1]), Pack<B>(w[1][2], w[1][3])};
     constexpr int kWords = Min(kBytes, 16) / 4;
+    bool has_nan = false;
 #pragma unroll
     for (int chunk = 0; chunk < CeilDiv(kBytes, 16); ++chunk) {
       uint32_t words[4][4];
@@ -405,6 +416,13 @@ struct Bytes {
           words[i][3] = v.w;
         }
       }
+      if (!args.has_rows) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+          for (int m = 0; m < kWords; ++m) has_nan |= HasNan(words[i][m]);
+        }
+      }
 #pragma unroll
       for (int m = 0; m < kWords; ++m) {
 #pragma unroll
@@ -413,6 +431,13 @@ struct Bytes {
                                Shifted(words[0][m], words[1][m], b),
                                Shifted(words[2][m], words[3][m], b));
         }
+      }
+    }
+    if (!args.has_rows && __any_sync(0xffffffff, has_nan)) {
+#pragma unroll
+      for (int j = 0; j < D / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) out[j][c] = NAN;
       }
     }
   }
@@ -471,7 +496,7 @@ __device__ void AttendToTile(const FlashDecodeArgs& args, const Item& item, int3
       run.total[c / 2] += s[n][c];
     }
   }
-  Cache::AddValues(smem, s, there, run.out);
+  Cache::AddValues(args, smem, s, there, run.out);
 }
 
 template <typename Cache, int D>
@@ -488,7 +513,7 @@ __device__ void Store(const FlashDecodeArgs& args, const Item& item, const Runni
     const int64_t of_split = static_cast<int64_t>(args.batch) * args.tokens * args.heads;
     float* row = to + (item.split * of_split + query.row) * (D + 1);
     const bool any = run.highest[h] > -INFINITY || total != 0;  // NaN counts
-    const float factor = any ? 1.0f / total : 0.0f;
+    const float factor = any ? Cache::kUnit / total : 0.0f;
 #pragma unroll
     for (int j = 0; j < D / 8; ++j) {
       row[Cache::Column(j, 0)] = run.out[j][2 * h] * factor;

@@ -60,21 +60,26 @@ struct Planted {
   int32_t page = -1;      // in place of the last one that the length needs
 };
 
+struct Sizes {
+  float q = 1;       // of queries; keys' scales are its inverse
+  float v = 1;       // of values, by their scales
+  bool nan = false;  // the first sequence's first head has a NaN where it begins
+};
+
 // C: what the cache is of; e4m3 with scales.
 template <typename T, typename C = T>
 void Check(const Case& c, uint32_t seed, const Planted& planted = {},
-           CacheScales scales = CacheScales::kNone) {
+           CacheScales scales = CacheScales::kNone, const Sizes& sizes = {}) {
   std::mt19937 random(seed);
   const int64_t kv_rows = c.batch * c.positions;
   auto q = RandomArray<T>(random, c.batch * c.tokens * c.heads * c.width);
   const Guarded<C> k(RandomArray<C>(random, kv_rows * c.groups * c.width));
-  const Guarded<C> v(RandomArray<C>(random, kv_rows * c.groups * c.width));
+  auto values = RandomArray<C>(random, kv_rows * c.groups * c.width);
   const bool of_rows = scales == CacheScales::kOfRows;
   Array<float> of_k((of_rows ? kv_rows : 1) * c.groups), of_v(of_k.size());
-  for (float& scale : of_k.data) scale = std::exp2(static_cast<float>(random() % 5) - 2);
-  // Of values far below what float16 holds, too.
-  const float size = seed % 2 == 0 ? 1 : 1e-7f;
-  for (float& scale : of_v.data) scale = size * static_cast<float>(1 + random() % 7);
+  for (float& scale : of_k.data) scale = std::exp2(static_cast<float>(random() % 5) - 2) / sizes.q;
+  for (float& scale : of_v.data) scale = sizes.v * static_cast<float>(1 + random() % 7);
+  for (T& one : q.data) one = T(static_cast<float>(one) * sizes.q);
   const auto origin = static_cast<int32_t>(c.rank * c.positions);
   std::vector<DecodeBounds> bounds;
   for (int64_t b = 0; b < c.batch; ++b) {
@@ -88,6 +93,8 @@ void Check(const Case& c, uint32_t seed, const Planted& planted = {},
     bounds.push_back({c.tokens > 1 && b == 0 ? first - 22 : first, end, origin, own});
   }
   if (planted.sequence >= 0 && planted.page == -1) bounds[planted.sequence].end = planted.length;
+  if (sizes.nan) values.data[(bounds[0].first - origin) * c.groups * c.width] = C(NAN);
+  const Guarded<C> v(values);
   // Pages in any order; one of them is missing.
   const int64_t pages = c.page_size == 0 ? 0 : kv_rows / c.page_size;
   std::vector<int32_t> table(pages);
@@ -139,7 +146,7 @@ void Check(const Case& c, uint32_t seed, const Planted& planted = {},
     }
     for (int64_t query = 0; query < c.tokens * c.heads; ++query) {
       const int64_t token = query / c.heads, h = query % c.heads;
-      std::vector<double> mean(c.width);
+      std::vector<double> mean(c.width), terms(c.width);  // of the values, and of their sizes
       double total = 0;
       const int64_t own = bounds[b].own + token;
       const int64_t last = std::min<int64_t>(own - origin, c.positions);
@@ -161,17 +168,21 @@ void Check(const Case& c, uint32_t seed, const Planted& planted = {},
         if (c.softcap > 0) score = c.softcap * std::tanh(score / c.softcap);
         total += std::exp(score);
         for (int64_t i = 0; i < c.width; ++i) {
-          mean[i] += std::exp(score) * v[at + i] * (is_scaled ? of_v[of_scale] / size : 1);
+          const double term =
+              std::exp(score) * v[at + i] * (is_scaled ? of_v[of_scale] / sizes.v : 1);
+          mean[i] += term;
+          terms[i] += std::abs(term);
         }
       }
-      // Probabilities are rounded to T.
-      const double tolerance = scales != CacheScales::kNone ? 3e-2
-                               : std::is_same_v<T, __half>  ? 1e-3
-                                                            : 6e-3;
-      const double unit = scales == CacheScales::kNone ? 1 : size;
+      // Probabilities are rounded to T, or to bfloat16 with their scales.
+      const bool is_scaled = scales != CacheScales::kNone;
+      const double tolerance = std::is_same_v<T, __half> && !is_scaled ? 1e-3 : 6e-3;
       const int64_t at = (b * c.tokens * c.heads + query) * (c.width + 1);
       for (int64_t i = 0; i < c.width; ++i) {
-        wrong += !(std::abs(out[at + i] / unit - (total > 0 ? mean[i] / total : 0)) < tolerance);
+        const double want = total > 0 ? mean[i] / total : 0;
+        const double most = tolerance * (is_scaled && total > 0 ? terms[i] / total : 1);
+        wrong += std::isnan(mean[0]) ? !std::isnan(out[at + i])
+                                     : !(std::abs(out[at + i] / sizes.v - want) <= most);
       }
       const double lse = out[at + c.width];
       wrong += total > 0 ? !(std::abs(lse - std::log(total)) < 1e-4) : !(lse == -INFINITY);
@@ -213,11 +224,16 @@ TEST(CachesOf8Bits) {
     for (const Case& c :
          {Case{2, 4, 2, 64, 100, 0, 1, 0}, Case{3, 10, 2, 128, 90, 0, 3, 20, 1, 0, 5},
           Case{3, 2, 2, 256, 96, 16, 2, 0}, Case{3, 4, 2, 64, 64, 16, 2, 0, 3, 1, 2}}) {
-      Check<__half, E>(c, seed++, {}, scales);
-      Check<__nv_bfloat16, E>(c, seed++, {}, scales);
+      // Of values far below what float16 holds, and far beyond.
+      Check<__half, E>(c, seed++, {}, scales, {1, 1e-7f});
+      Check<__nv_bfloat16, E>(c, seed++, {}, scales, {1, 1e7f});
     }
     Check<__half, E>({3, 2, 2, 64, 64, 16, 2, 0}, seed++, {2, 0, 12}, scales);
     Check<__half, E>({2, 4, 2, 128, 100, 0, 1, 0}, seed++, {1, 101}, scales);
+  }
+  for (int64_t width : {64, 128, 256}) {
+    const Case c{2, 4, 2, width, 100, 0, 1, 0};
+    Check<__half, E>(c, seed++, {}, CacheScales::kOfHeads, {1, 1, true});
   }
 }
 
