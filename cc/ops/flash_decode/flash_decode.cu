@@ -226,6 +226,7 @@ struct Halves {
       ptx::Multiply16x8<T>(s[1], a, keys[2], keys[3]);
     }
   }
+  static constexpr float unit = 1;  // what `Scores` are multiplied by
   // What scores of a position are multiplied by.
   static __device__ float KeyScale(uint32_t, int) { return 1.0f; }
 
@@ -259,12 +260,12 @@ struct Halves {
 //   values   columns W (lane / 4) + {0 .. W - 1}, W = D / 8, of positions 2 (lane % 4) + {0, 1} and
 //            8 more: a step's column of mma is one of W that lie W apart
 //
-// Keys are multiplied as float16, and so are queries: exact, but that queries of bfloat16 beyond
-// 65504 are infinite. Values are bfloat16 of 2^-120 times their size, which is their bits, shifted;
-// probabilities have their position's scale. Half of the 2^120 is theirs too, and the other half
-// the sum's, so that neither a large scale nor a small sum leaves float32's range. NaN among values
-// would be 480: where heads have scales it is looked for, and `quantize` makes the scale of such a
-// row NaN.
+// Keys are multiplied as float16, and so are queries. Those of bfloat16 are made so many powers of
+// two larger that the item's largest has 15 bits: exact, less elements under 2^-28 of that. Values
+// are bfloat16 of 2^-120 times their size, which is their bits, shifted; probabilities have their
+// position's scale. Half of the 2^120 is theirs too, and the other half the sum's, so that neither
+// a large scale nor a small sum leaves float32's range. NaN among values would be 480: where heads
+// have scales it is looked for, and `quantize` makes the scale of such a row NaN.
 template <typename T, int D>
 struct Bytes {
   static constexpr int kVectors = D / 16, kTileBytes = kTile * D;
@@ -273,6 +274,7 @@ struct Bytes {
   static constexpr bool kKeepsQ = D <= 128;
   static constexpr int kBytes = D / 8;  // W
   uint32_t q[kKeepsQ ? D / 16 : 4][4];
+  float unit = 1;  // what `Scores` are multiplied by
 
   static __device__ uint32_t AtKeys(int row, int vector) {
     return row * D + (D == 64 ? vector : vector ^ ((row & 1) * 4)) * 16;
@@ -311,11 +313,27 @@ struct Bytes {
   __device__ void TakeQueries(uint32_t smem_q) {
     const int lane = threadIdx.x % 32;
     if constexpr (!std::is_same_v<T, __half>) {
+      float largest = 0;  // less infinities and NaN
+#pragma unroll
+      for (int i = 0; i < kQueryBytes<D> / 128; ++i) {
+        const float2 pair = Unpack<T>(ptx::LoadShared4(smem_q + (32 * i + lane) * 4));
+        const float x = fabsf(pair.x), y = fabsf(pair.y);
+        largest = fmaxf(largest, fmaxf(x < INFINITY ? x : 0.0f, y < INFINITY ? y : 0.0f));
+      }
+#pragma unroll
+      for (int i = 16; i > 0; i /= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, i));
+      }
+      // 2^14 and the power of two in `largest`: both quotients have exponents of float32.
+      const uint32_t exponent = Max(__float_as_uint(largest) >> 23, 15u);
+      unit = __uint_as_float((exponent - 14) << 23);
+      const float factor = __uint_as_float((268 - exponent) << 23);
 #pragma unroll
       for (int i = 0; i < kQueryBytes<D> / 128; ++i) {
         const uint32_t at = smem_q + (32 * i + lane) * 4;
         const float2 pair = Unpack<T>(ptx::LoadShared4(at));
-        ptx::StoreShared4(at, static_cast<int32_t>(Pack<__half>(pair.x, pair.y)));
+        const uint32_t halves = Pack<__half>(factor * pair.x, factor * pair.y);
+        ptx::StoreShared4(at, static_cast<int32_t>(halves));
       }
       __syncwarp();
     }
@@ -460,7 +478,7 @@ __device__ void AttendToTile(const FlashDecodeArgs& args, const Item& item, int3
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       const int position = 8 * n + 2 * (lane % 4) + c % 2, at = first + position;
-      float x = s[n][c] * (args.scale * Cache::KeyScale(smem, position));
+      float x = s[n][c] * cache.unit * (args.scale * Cache::KeyScale(smem, position));
       if (args.softcap > 0) x = Cap(x, args.softcap);
       const bool counts = (there >> position & 1) && run.begin[c / 2] <= at && at < run.end[c / 2];
       s[n][c] = counts ? x * kLog2e : -INFINITY;

@@ -227,6 +227,9 @@ TEST(CachesOf8Bits) {
       // Of values far below what float16 holds, and far beyond.
       Check<__half, E>(c, seed++, {}, scales, {1, 1e-7f});
       Check<__nv_bfloat16, E>(c, seed++, {}, scales, {1, 1e7f});
+      for (const float size : {0x1p40f, 0x1p-40f}) {
+        Check<__nv_bfloat16, E>(c, seed++, {}, scales, {size});
+      }
     }
     Check<__half, E>({3, 2, 2, 64, 64, 16, 2, 0}, seed++, {2, 0, 12}, scales);
     Check<__half, E>({2, 4, 2, 128, 100, 0, 1, 0}, seed++, {1, 101}, scales);
