@@ -280,7 +280,11 @@ struct Bytes {
     return row * D + (D == 64 ? vector : vector ^ ((row & 1) * 4)) * 16;
   }
   static __device__ uint32_t AtValues(int row, int vector) {
-    return kTileBytes + row * D + (vector ^ (D == 64 ? row / 2 & 3 : row & 7)) * 16;
+    // Rows that are read at once are all even or all odd.
+    if (D == 64)
+      return kTileBytes + row / 2 * 128 + ((row % 2 * 4 + vector) ^ (row / 2 % 4 * 2)) * 16;
+    const int turn = D == 128 ? row & 7 : (row / 2 & 1) | (row & 4);
+    return kTileBytes + row * D + (vector ^ turn) * 16;
   }
   static __device__ uint32_t AtScale(bool of_values, int position) {
     return 2 * kTileBytes + (of_values * kTile + position) * 4;
