@@ -109,6 +109,18 @@ def test_tokens(tokens, window):
     check(run(q, k_pages, v_pages, lengths, table, window=window), want, jnp.bfloat16)
 
 
+def test_a_window_of_more_than_there_is():
+    """Of tokens that have no position: nothing that a kernel is told overflows."""
+    lengths = np.array([70, 3, 0], np.int32)
+    q, k, v = draw((3, 5, 8, 64), (3, 70, 2, 64), (3, 70, 2, 64), dtype=jnp.bfloat16)
+    window = (1 << 31) - 1
+    got = run(q, k, v, lengths, window=window)
+    check(got, plain_tokens(q, k, v, lengths), jnp.bfloat16)
+    first_own = jnp.asarray(lengths - 5)
+    bounds = _flash_decode_primitive.bounds_of(first_own, jnp.asarray(lengths), (window, 0), 0, 5)
+    np.testing.assert_array_equal(bounds[:, 0], [-5] * 3)
+
+
 @pytest.mark.parametrize("of", ["rows", "heads"])
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -362,6 +362,8 @@ def test_a_sequence_that_goes_on_beyond_the_cache(count):
     o, cache = plainly(empty(4), q, k, v, jnp.array([0, count + 1, -1]))
     np.testing.assert_array_equal(np.isnan(o).any((1, 2, 3)), [False, True, True])
     np.testing.assert_array_equal(cache.lengths, [0, 4, 4])
+    last = jnp.full(B, np.iinfo(np.int32).max, jnp.int32)  # what follows is no int32
+    assert np.isnan(plainly(full._replace(lengths=last), q, k, v, jnp.full(B, count))[0]).all()
     if PLATFORM != "cpu":
         np.testing.assert_array_equal(np.isnan(fused(full, q, k, v, new)[0]), nan)
         return

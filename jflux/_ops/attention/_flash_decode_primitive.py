@@ -128,7 +128,9 @@ def bounds_of(
 
     Token i of `tokens` is at `first_own` + i, and attends to nothing if that is not before the end.
     """
-    first = jnp.full_like(ends, -tokens) if window is None else first_own - window[0]
+    first = jnp.full_like(ends, -tokens)
+    if window is not None:  # from -tokens on, since less may not be an int32
+        first = first_own - jnp.minimum(window[0], first_own + tokens)
     return jnp.stack([first, ends, jnp.full_like(ends, origin), first_own + 1], -1)
 
 

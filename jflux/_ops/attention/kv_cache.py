@@ -331,7 +331,7 @@ def _attend(
     if tokens <= _flash_decode_primitive.MOST_TOKENS and q.size and keys.size:
         # A sequence with a token beyond the cache gets an end beyond it, for which decoding gives
         # NaN. A token at a negative position attends to nothing.
-        ends = jnp.maximum(jnp.max(positions, 1) + 1, 0)
+        ends = jnp.clip(jnp.max(positions, 1), -1, capacity) + 1
         first = positions[:, 0] if tokens == 1 else value_checks.to_int32(lengths)
         bounds = _flash_decode_primitive.bounds_of(first, ends, span, rank * here, tokens)
         pair = ops.attend(
