@@ -129,6 +129,14 @@ def test_an_empty_batch_or_cache(batch, positions, module):
     assert not o.any() and np.isneginf(lse).all()
 
 
+@EITHER
+def test_no_tokens(module):
+    operands = draw((2, 0, 4, 8), *[(2, 6, 2, 8)] * 2)
+    f = functools.partial(module.flash_decode, axis_name=None, return_lse=True)
+    o, lse = f(*operands, np.array([6, 2]))
+    assert o.shape == (2, 0, 4, 8) and lse.shape == (2, 0, 4)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_large_scores_do_not_overflow(dtype):
     q, k, v = draw((2, 4, 16), (2, 12, 2, 16), (2, 12, 2, 16), dtype=jnp.dtype(dtype))

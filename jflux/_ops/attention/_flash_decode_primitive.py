@@ -214,7 +214,8 @@ def attend_to_local_keys(
     # Results of a custom_jvp have one type, as their tangents, which are of `read` too.
     scores = _scores_of(*meshes.vary_alike(q, k, read)) * scale
     shape = scores.shape
-    scores = scores.reshape(len(q), shape[1] // attended.shape[1], *attended.shape[1:])
+    tokens = attended.shape[1]
+    scores = scores.reshape(len(q), shape[1] // max(tokens, 1), *attended.shape[1:])
     if softcap is not None:  # whose derivative at a NaN is one
         scores = softcap * jnp.tanh(jnp.where(attended[:, None], scores, 0) / softcap)
     scores = jnp.where(attended[:, None], scores, -jnp.inf).reshape(shape)
