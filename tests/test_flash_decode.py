@@ -548,6 +548,25 @@ def test_types_that_do_not_fit(types, message):
         jflux.flash_decode(*operands[:3], [1, 2])
 
 
+@pytest.mark.parametrize(
+    ("types", "scale", "message"),
+    [
+        (["int8", "float8_e4m3fn"], "float32", "k_cache and v_cache must have one type, got int8"),
+        (["float32", "float32"], "float32", "the values of k_cache are float32"),
+        (["int8", "int8"], "bfloat16", "the scale of k_cache is bfloat16, not float32"),
+        ([None, "int8"], "float32", "k_cache must be a jflux.Scaled, as the other cache is"),
+    ],
+)
+def test_types_of_8_bits_that_do_not_fit(types, scale, message):
+    of_rows = np.ones((*K[:3], 1), jnp.dtype(scale))
+    caches = [
+        np.zeros(K) if one is None else jflux.Scaled(np.zeros(K, jnp.dtype(one)), of_rows)
+        for one in types
+    ]
+    with pytest.raises(TypeError, match=f"jflux.flash_decode: {message}"):
+        jflux.flash_decode(np.zeros(Q), *caches, np.zeros(2, int))
+
+
 def test_an_axis_needs_a_mesh():
     with pytest.raises(NameError, match="tp"):
         jflux.flash_decode(*(np.zeros(s) for s in (Q, K, K)), np.zeros(2, int), axis_name="tp")

@@ -20,6 +20,7 @@ from ..._call.forms import Op, ShapeDtype
 from ..._call.plans import Arrays, Plan
 from ..._call.primitives import make_primitive
 from ..._ranks import meshes
+from .. import _scaled
 from .._epilogue import sum_dtype
 from .._scaled import Scaled
 from ..products import _product
@@ -100,7 +101,7 @@ def attend(
 
 
 def check_scales(op: str, caches: Mapping[str, Any]) -> None:
-    """Raises where a cache [B, S, G, D] has no scale of its rows or heads."""
+    """Raises where a cache [B, S, G, D] is not of 8 bits, or has no scale of its rows or heads."""
     for name, a in caches.items():
         if not isinstance(a, Scaled):
             raise TypeError(f"{op}: {name} must be a jflux.Scaled, as the other cache is")
@@ -109,6 +110,10 @@ def check_scales(op: str, caches: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{op}: the scale of {name} must be {rows}, or {heads}, got {a.scale.shape}"
             )
+        _scaled.of(op.removeprefix("jflux."), name, a)
+    names, types = list(caches), [a.dtype.name for a in caches.values()]
+    if len(set(types)) > 1:
+        raise TypeError(f"{op}: {' and '.join(names)} must have one type, got {', '.join(types)}")
 
 
 def _operands(arrays: Any, params: Params) -> tuple[Any, Any, Any, Any, Any]:
