@@ -195,6 +195,25 @@ def test_caches_of_8_bits(dtype, of, world, module):
     np.testing.assert_array_equal(cache.lengths, np.full(B, length))
 
 
+def test_derivatives_with_a_cache_of_8_bits():
+    """In q, as of what the cache means; none in k and v."""
+    q, k, v = tokens(2, dtype=np.float32)
+    ones = jnp.ones((B, 4, G, 1), jnp.float32)
+    zeros = jflux.Scaled(jnp.zeros((B, 4, G, D), jnp.float8_e4m3fn), ones)
+    cache = KVCache(zeros, zeros, jnp.zeros(B, jnp.int32))
+
+    def loss(q, k, v, cache=cache):
+        return jnp.sum(jnp.sin(jflux.attend_to_cache(cache, q, k, v)[0]))
+
+    _, after = jflux.attend_to_cache(cache, q, k, v)
+    meant = [a.dequantize() for a in after[:2]]
+    empty_of_32_bits = KVCache(*(jnp.zeros_like(a) for a in meant), cache.lengths)
+    want = jax.grad(loss)(q, *(a[:, :2] for a in meant), empty_of_32_bits)
+    np.testing.assert_allclose(jax.grad(loss)(q, k, v), want, rtol=1e-5, atol=1e-5)
+    with pytest.raises(TypeError, match=r"jflux.quantize has no derivative"):
+        jax.grad(loss, 1)(q, k, v)
+
+
 def test_without_ranks_and_without_lengths():
     q, k, v = tokens(7)
     cache = jflux.fill_cache(empty(8), k[:, :4], v[:, :4])

@@ -161,7 +161,8 @@ def attend_to_cache(
     prompt of an empty cache takes less with :func:`jflux.attention` and :func:`fill_cache`.
 
     A cache that the caller gives away (donates, or carries through a loop) is written in place.
-    Differentiable in both modes.
+    Differentiable in both modes. With a cache of 8 bits only in q and `sinks`: derivatives in k and
+    v raise.
 
     Args:
       new_lengths: integers [B], from 0 to T: how many of its T tokens a sequence has, the same on
