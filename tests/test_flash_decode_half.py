@@ -241,9 +241,15 @@ def test_gradients_are_of_the_plain_form():
 
 
 def test_parts_of_a_sequence():
-    """As many warps as run at once, of no less than 64 positions."""
-    assert _flash_decode_primitive.splits_of((8, 1, 64, 128), 8, 32768) == 792 // 64
-    assert _flash_decode_primitive.splits_of((1, 1, 64, 128), 8, 131072) == 99
-    assert _flash_decode_primitive.splits_of((1, 1, 64, 128), 8, 130) == 3
-    assert _flash_decode_primitive.splits_of((100, 1, 64, 128), 8, 32768) == 1
-    assert _flash_decode_primitive.splits_of((1, 1, 32, 256), 1, 1 << 17) == 528 // 2
+    """As many teams of warps as run at once, of no less than 64 positions."""
+    splits = functools.partial(_flash_decode_primitive.splits_of, scaled=False)
+    assert splits((8, 1, 64, 128), 8, 32768) == 792 // 64
+    assert splits((1, 1, 64, 128), 8, 131072) == 95
+    assert splits((1, 1, 64, 128), 8, 130) == 3
+    assert splits((100, 1, 64, 128), 8, 32768) == 4  # a little more than run at once
+    assert splits((64, 4, 64, 128), 8, 8192) == 3
+    assert splits((400, 1, 64, 128), 8, 32768) == 1
+    assert splits((1, 1, 32, 256), 1, 1 << 17) == 378
+    assert splits((1, 16, 64, 128), 8, 131072) == 2 * 132 // 8  # of four warps
+    in_8_bits = functools.partial(_flash_decode_primitive.splits_of, scaled=True)
+    assert in_8_bits((8, 1, 64, 128), 8, 32768) == 1320 // 64

@@ -35,7 +35,7 @@ def value_of(file: str, name: str) -> int:
         (FLASH, "kNowhere", _blockwise.NOWHERE),
         (FLASH, "kSome", flash_attention._SOME),
         (FLASH, "kAll", flash_attention._ALL),
-        ("ops/flash_decode/flash_decode.cu", "kTile", _flash_decode_primitive._QUERIES),
+        ("ops/flash_decode/flash_decode.cu", "kMostWarps", _flash_decode_primitive._MOST_WARPS),
     ],
 )
 def test_numbers(file, name, here):

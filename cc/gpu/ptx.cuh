@@ -264,7 +264,19 @@ __device__ __forceinline__ void CopyAsync16(uint32_t smem, const void* global, u
                : "memory");
 }
 
-// The same with 4 bytes, through L1.
+// Copies 16 bytes, or writes zeros in their place and reads nothing.
+__device__ __forceinline__ void CopyAsync16Or0(uint32_t smem, const void* global, bool is_zero) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "cp.async.cg.shared.global [%0], [%1], 16, p;\n"
+      "}\n" ::"r"(smem),
+      "l"(global), "r"(static_cast<uint32_t>(is_zero))
+      : "memory");
+}
+
+// Copies 4 bytes, through L1.
 __device__ __forceinline__ void CopyAsync4(uint32_t smem, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem), "l"(global) : "memory");
 }
@@ -353,6 +365,13 @@ __device__ __forceinline__ void LoadMatrix4Transposed(uint32_t (&r)[4], uint32_t
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(smem)
                : "memory");
+}
+
+// An 8x8 matrix of 16-bit elements, of which lane i has two neighbours of row i / 4, transposed.
+__device__ __forceinline__ uint32_t TransposeMatrix(uint32_t two) {
+  uint32_t r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(two));
+  return r;
 }
 
 // c [16, 8] += a [16, 16] @ b [16, 8], by one warp.

@@ -1,15 +1,18 @@
 // flash_decode on GPUs. The cache is read once, by warps that know nothing of each other:
 //
-//   item    a warp's work: up to 16 queries that share a head of the cache, of all tokens' heads,
-//           over one of `splits` consecutive parts of their sequence's range
-//   tile    16 positions of keys and of values. Each warp has a ring of kStages tiles in shared
+//   item    a warp's work: 8 N queries, N = 1, 2 or 4, that share a head of the cache, of all
+//           tokens' heads, over one of `splits` consecutive parts of their sequence's range
+//   team    the warps, up to 8, whose items differ in their queries alone. It is a CTA, or half of
+//           one if it is one warp
+//   tile    16 positions of keys and of values. Each team has a ring of kStages tiles in shared
 //           memory, which it fills by cp.async, kStages - 1 tiles ahead
 //   merge   where a sequence has several parts, a second kernel weighs them by their log-sum-exps
 //
-// Scores are 16 queries x 16 positions by mma.sync, and so is their product with the values: fewer
-// than 16 queries leave rows of zeros, which costs nothing where memory's rate is the limit. Sums
-// are in float32; probabilities are rounded to 16 bits before they multiply values. What a cache
-// has, 16 bits or 8 with scales, is a class below: Halves, Bytes.
+// Both products are by mma.sync, with keys and values as its 16 rows and queries as its 8 columns:
+// 16 positions x 8 queries are scores, transposed in registers they are the weights, and 16 columns
+// of values x 8 queries the result. Sums are in float32; probabilities are rounded to 16 bits
+// before they multiply values. What a cache has, 16 bits or 8 with scales, is a class below:
+// Halves, Bytes.
 //
 // A position outside of the range, or without a page, is loaded as zeros and its score is minus
 // infinity, so that a NaN there reaches nothing.
@@ -21,6 +24,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include <cfloat>
 #include <type_traits>
 
 #include "core/platform.h"
@@ -32,35 +36,38 @@
 namespace jflux {
 namespace {
 
-constexpr int kWarps = 2;  // of a CTA: three CTAs share a multiprocessor
-constexpr int kTile = 16;  // positions, and queries
+constexpr int kMostWarps = 8;  // of a CTA
+constexpr int kTile = 16;      // positions
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 struct FlashDecodeArgs {
   FlashDecodeArrays arrays;
   DeviceState* state;
   int32_t batch, tokens, heads, groups, positions, capacity, page_size, pages, entries, splits;
-  int32_t blocks;  // of 16 queries, of a head of the cache
+  int32_t team;    // warps that share tiles
+  int32_t blocks;  // of a team's queries, of a head of the cache
   float scale, softcap;
   bool has_rows;  // each row of the cache has a scale, else each of its heads
 };
 
-// softcap tanh(x / softcap), off by 1e-7 softcap.
+// softcap tanh(x / softcap), off by 3e-7 softcap.
 __device__ float Cap(float x, float softcap) {
-  return softcap * (1.0f - 2.0f / (1.0f + __expf(2.0f * x / softcap)));
+  const float power = __expf(2.0f * __fdividef(x, softcap));
+  return softcap * (1.0f - __fdividef(2.0f, 1.0f + power));
 }
 
 // A warp's work.
 struct Item {
-  int32_t sequence, group, block, split;
+  int32_t sequence, group, split;
+  int32_t block;       // of 8 N queries
   int32_t begin, end;  // positions of this rank's part
   bool is_wrong;       // the sequence's length; then there are none
 
-  static __device__ Item Of(const FlashDecodeArgs& args, int64_t number) {
+  static __device__ Item Of(const FlashDecodeArgs& args, int64_t number, int member) {
     Item item;  // heads of the cache that lie beside each other are read at the same time
     item.group = static_cast<int32_t>(number % args.groups);
     number /= args.groups;
-    item.block = static_cast<int32_t>(number % args.blocks);
+    item.block = static_cast<int32_t>(number % args.blocks) * args.team + member;
     number /= args.blocks;
     item.sequence = static_cast<int32_t>(number % args.batch);
     item.split = static_cast<int32_t>(number / args.batch);
@@ -78,14 +85,15 @@ struct Item {
   }
 };
 
-// A query of an item's 16, of all tokens' heads that share a head of the cache.
+// A query of an item's 8 N, of all tokens' heads that share a head of the cache.
 struct Query {
   int32_t token;
   bool is_there;
   int64_t row;  // of q, and of the result
 
+  template <int N>
   static __device__ Query Of(const FlashDecodeArgs& args, const Item& item, int number) {
-    const int32_t shared = args.heads / args.groups, at = kTile * item.block + number;
+    const int32_t shared = args.heads / args.groups, at = 8 * N * item.block + number;
     Query query;
     query.token = at / shared;
     query.is_there = query.token < args.tokens;
@@ -109,172 +117,233 @@ __device__ void ReportPage(const FlashDecodeArgs& args, int32_t sequence, int32_
               args.pages, page);
 }
 
-// A position's row of the cache, of its head; -1 if there is none.
+// A position's row of the cache, of its head.
+constexpr uint32_t kNoRow = UINT32_MAX;
 template <bool kReports = false>
-__device__ int64_t RowOf(const FlashDecodeArgs& args, const Item& item, int32_t position) {
-  if (position >= item.end) return -1;
-  int64_t row = static_cast<int64_t>(item.sequence) * args.positions + position;
-  if (args.arrays.block_table != nullptr) {
-    const int32_t entry = position / args.page_size;
-    const int32_t page =
-        __ldg(args.arrays.block_table + static_cast<int64_t>(item.sequence) * args.entries + entry);
-    if (page < 0 || page >= args.pages) {
-      if (kReports && page != -1) ReportPage(args, item.sequence, entry, page);
-      return -1;
-    }
-    row = static_cast<int64_t>(page) * args.page_size + (position - entry * args.page_size);
-  }
-  return row * args.groups + item.group;
+__device__ uint32_t RowOf(const FlashDecodeArgs& args, const Item& item, int32_t position) {
+  if (position >= item.end) return kNoRow;
+  const auto of = [&](int32_t sequence, int32_t positions, int32_t at) {
+    const uint32_t row = static_cast<uint32_t>(sequence) * positions + at;
+    return row * args.groups + item.group;
+  };
+  if (args.arrays.block_table == nullptr) return of(item.sequence, args.positions, position);
+  const int32_t entry = position / args.page_size;
+  const int32_t page =
+      __ldg(args.arrays.block_table + static_cast<int64_t>(item.sequence) * args.entries + entry);
+  if (page >= 0 && page < args.pages)
+    return of(page, args.page_size, position - entry * args.page_size);
+  if (kReports && page != -1) ReportPage(args, item.sequence, entry, page);
+  return kNoRow;
 }
 
-// A lane's part of 16 queries' results: rows lane / 4 and 8 more.
-template <int D>
+// Positions of this rank's part that a token attends to.
+struct Span {
+  int32_t begin, end;
+
+  static __device__ Span Of(const DecodeBounds& bounds, int32_t token) {
+    const int32_t begin = Max(bounds.first + token, 0) - bounds.origin, last = bounds.own + token;
+    return {begin, last <= bounds.end ? last - bounds.origin : begin};
+  }
+};
+
+// A lane's part of its warp's 8 N queries: queries 8 n + 2 (lane % 4) + {0, 1}, at index [n][0, 1].
+//
+// What multiplies values, with 16 bits, is a weight: 2^(score - base) times the values' scale.
+// `base` rises, and what is summed is multiplied anew, where a weight would pass 2^kMostBits, which
+// is seldom after the first tile. So neither scores nor scales leave 16 bits' range.
+constexpr float kMostBits = 15;
+
+template <int D, int N>
 struct Running {
-  float out[D / 8][4];       // columns 8 j + 2 (lane % 4) + {0, 1} of both rows
-  float highest[2];          // score so far, times log2(e)
-  float total[2];            // of this lane's probabilities
-  int32_t begin[2], end[2];  // positions of this rank's part that they attend to
+  float out[D / 16][N][4];  // rows lane / 4 and 8 more of 16 columns, of both queries
+  float base[N][2];         // a whole number
+  float total[N][2];        // of this lane's probabilities times 2^-base
+  Span inner;               // what all tokens attend to, where no position needs a look
 
   __device__ void Start(const FlashDecodeArgs& args, const Item& item) {
     const DecodeBounds bounds = args.arrays.bounds[item.sequence];
+    const int32_t last = args.tokens - 1;
+    inner = {Span::Of(bounds, last).begin, Min(Span::Of(bounds, 0).end, item.end)};
+    if (bounds.own + last > bounds.end || args.arrays.block_table != nullptr)
+      inner.end = inner.begin;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int32_t token = Query::Of(args, item, threadIdx.x % 32 / 4 + 8 * h).token;
-      begin[h] = Max(bounds.first + token, 0) - bounds.origin;
-      const int32_t last = bounds.own + token;
-      end[h] = last <= bounds.end ? last - bounds.origin : begin[h];
-      highest[h] = -INFINITY;
-      total[h] = item.is_wrong ? NAN : 0.0f;
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        base[n][e] = -FLT_MAX;
+        total[n][e] = item.is_wrong ? NAN : 0.0f;
+      }
+    }
+  }
+
+  // Lets `base` be no less than any lane's exponents `s`.
+  __device__ void Rise(const float (&s)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      float factor[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float most = fmaxf(s[n][e], s[n][2 + e]);
+#pragma unroll
+        for (int i = 4; i < 32; i *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, i));
+        const float highest = fmaxf(base[n][e], ceilf(most));
+        factor[e] = ptx::Exp2(base[n][e] - highest);
+        base[n][e] = highest;
+        total[n][e] *= factor[e];
+      }
+#pragma unroll
+      for (int j = 0; j < D / 16; ++j) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) out[j][n][c] *= factor[c % 2];
+      }
     }
   }
 };
 
 // ---- Caches ------------------------------------------------------------------------------------
 
-// Shared memory of a warp: the queries, then a ring of tiles, keys before values. Rows of the
-// queries, and of a cache of 16 bits, are of 2 D bytes; their 16-byte vectors are swizzled by the
-// row, so that ldmatrix meets no bank twice.
+// Rows of queries, and of a cache of 16 bits, are of 2 D bytes; their 16-byte vectors are swizzled
+// by the row, so that ldmatrix meets no bank twice.
 template <int D>
 __device__ __forceinline__ uint32_t AtHalves(int row, int vector) {
   return row * 2 * D + ((vector ^ (row & 7)) * 16);
 }
-template <int D>
-constexpr int kQueryBytes = kTile * 2 * D;
+template <int D, int N>
+constexpr int kQueryBytes = 8 * N * 2 * D;  // of a warp
+// Whether a warp keeps its queries in registers.
+template <int D, int N>
+constexpr bool kKeepsQ = D / 8 * N <= 32;
 
-template <typename T, int D>
+template <typename T, int D, int N>
 __device__ void LoadQueries(const FlashDecodeArgs& args, const Item& item, uint32_t smem_q) {
   constexpr int kVectors = D / 8;
   const int lane = threadIdx.x % 32;
   const auto* q = static_cast<const T*>(args.arrays.q);
 #pragma unroll
-  for (int i = 0; i < kTile * kVectors / 32; ++i) {
+  for (int i = 0; i < 8 * N * kVectors / 32; ++i) {
     const int row = (32 * i + lane) / kVectors, vector = (32 * i + lane) % kVectors;
-    const Query query = Query::Of(args, item, row);
+    const Query query = Query::Of<N>(args, item, row);
     ptx::CopyAsync16(smem_q + AtHalves<D>(row, vector),
                      q + (query.is_there ? query.row * D + 8 * vector : 0),
                      query.is_there ? 16 : 0);
   }
 }
 
+// Copies this warp's share, the steps of which `share` has a bit, of a tile's rows to shared
+// memory: `to(row, vector, of_values)` is where 16 bytes of a row of kBytes go. What is kNoRow is
+// zeros there.
+template <int kBytes, typename To>
+__device__ __forceinline__ void CopyTile(const FlashDecodeArgs& args, uint32_t row_of_lane,
+                                         uint32_t share, To to) {
+  constexpr int kVectors = kBytes / 16;
+  const int lane = threadIdx.x % 32;
+  const auto* k = static_cast<const uint8_t*>(args.arrays.k);
+  const auto* v = static_cast<const uint8_t*>(args.arrays.v);
+#pragma unroll
+  for (int i = 0; i < kTile * kVectors / 32; ++i) {
+    const int row = (32 * i + lane) / kVectors, vector = (32 * i + lane) % kVectors;
+    const uint32_t from = __shfl_sync(0xffffffff, row_of_lane, row);
+    const uint64_t at = static_cast<uint64_t>(from) * kBytes + 16 * vector;
+    if (share >> i & 1) {
+      ptx::CopyAsync16Or0(to(row, vector, false), k + at, from == kNoRow);
+      ptx::CopyAsync16Or0(to(row, vector, true), v + at, from == kNoRow);
+    }
+  }
+}
+
 // A cache of T, which the tensor cores multiply as it is.
-template <typename T, int D>
+template <typename T, int D, int N>
 struct Halves {
-  static constexpr int kVectors = D / 8, kTileBytes = kTile * 2 * D;
+  using Weight = T;
+  static constexpr bool kIsScaled = false;
+  static constexpr int kTileBytes = kTile * 2 * D;
   static constexpr int kStages = D <= 128 ? 512 / D : 3, kStageBytes = 2 * kTileBytes;
-  static constexpr bool kKeepsQ = D <= 128;  // queries stay in registers
-  uint32_t q[kKeepsQ ? D / 16 : 1][4];
+  uint32_t q[kKeepsQ<D, N> ? D / 32 : 1][N][4];  // each of two steps of 16 elements
+  static constexpr float query_unit = 1;         // what `Scores` are multiplied by
 
   static __device__ void LoadTile(const FlashDecodeArgs& args, const Item& item, int32_t first,
-                                  uint32_t smem) {
-    const int lane = threadIdx.x % 32;
-    const int64_t row_of_lane = RowOf</*kReports=*/true>(args, item, first + lane % kTile);
-    const auto* k = static_cast<const T*>(args.arrays.k);
-    const auto* v = static_cast<const T*>(args.arrays.v);
-#pragma unroll
-    for (int i = 0; i < kTile * kVectors / 32; ++i) {
-      const int row = (32 * i + lane) / kVectors, vector = (32 * i + lane) % kVectors;
-      const int64_t from = __shfl_sync(0xffffffff, row_of_lane, row);
-      const bool is_there = from >= 0;
-      const int64_t at = is_there ? from * D + 8 * vector : 0;
-      const uint32_t to = smem + AtHalves<D>(row, vector);
-      ptx::CopyAsync16(to, k + at, is_there ? 16 : 0);
-      ptx::CopyAsync16(to + kTileBytes, v + at, is_there ? 16 : 0);
-    }
+                                  uint32_t share, uint32_t smem) {
+    const uint32_t row = RowOf</*kReports=*/true>(args, item, first + threadIdx.x % kTile);
+    CopyTile<2 * D>(args, row, share, [&](int row, int vector, bool of_values) {
+      return smem + of_values * kTileBytes + AtHalves<D>(row, vector);
+    });
   }
 
   __device__ void TakeQueries(uint32_t smem_q) {
-    const int lane = threadIdx.x % 32;
-    if constexpr (kKeepsQ) {
+    if constexpr (kKeepsQ<D, N>) {
 #pragma unroll
-      for (int i = 0; i < D / 16; ++i) {
-        ptx::LoadMatrix4(q[i], smem_q + AtHalves<D>(lane % 16, 2 * i + lane / 16));
+      for (int i = 0; i < D / 32; ++i) TakeSteps(smem_q, i, q[i]);
+    }
+  }
+  static __device__ void TakeSteps(uint32_t smem_q, int i, uint32_t (&b)[N][4]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      ptx::LoadMatrix4(b[n], smem_q + AtHalves<D>(8 * n + lane % 8, 4 * i + lane / 8));
+    }
+  }
+
+  // s: the scores of positions lane / 4 and 8 more with queries 8 n + 2 (lane % 4) + {0, 1}.
+  __device__ void Scores(uint32_t smem_q, uint32_t smem, float (&s)[N][4]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < D / 32; ++i) {
+      if constexpr (!kKeepsQ<D, N>) TakeSteps(smem_q, i, q[0]);
+      const uint32_t (&b)[N][4] = q[kKeepsQ<D, N> ? i : 0];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t keys[4];
+        ptx::LoadMatrix4(keys, smem + AtHalves<D>(lane % 16, 4 * i + 2 * half + lane / 16));
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+          ptx::Multiply16x8<T>(s[n], keys, b[n][2 * half], b[n][2 * half + 1]);
       }
     }
   }
+  // The scale of a position's keys, or values.
+  static __device__ float Scale(uint32_t, bool, int) { return 1.0f; }
 
-  // s: lane's scores of queries lane / 4 and 8 more, at positions 8 n + 2 (lane % 4) + {0, 1}.
-  __device__ void Scores(uint32_t smem_q, uint32_t smem, float (&s)[2][4]) {
+  // Adds the product of values and weights: of queries 8 n + lane / 4, at positions
+  // 2 (lane % 4) + {0, 1} and 8 more.
+  static __device__ void AddValues(uint32_t smem, const uint32_t (&weights)[N][2],
+                                   float (&out)[D / 16][N][4]) {
     const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < D / 16; ++i) {
-      uint32_t keys[4];
-      ptx::LoadMatrix4(keys, smem + AtHalves<D>(lane % 8 + lane / 16 * 8, 2 * i + lane / 8 % 2));
-      if constexpr (!kKeepsQ)
-        ptx::LoadMatrix4(q[0], smem_q + AtHalves<D>(lane % 16, 2 * i + lane / 16));
-      const uint32_t (&a)[4] = q[kKeepsQ ? i : 0];
-      ptx::Multiply16x8<T>(s[0], a, keys[0], keys[1]);
-      ptx::Multiply16x8<T>(s[1], a, keys[2], keys[3]);
-    }
-  }
-  static constexpr float unit = 1;  // what `Scores` are multiplied by
-  // What scores of a position are multiplied by.
-  static __device__ float KeyScale(uint32_t, int) { return 1.0f; }
-
-  // What sums of `AddValues` are multiplied by.
-  static constexpr float kUnit = 1;
-  // Adds the product of probabilities, as `Scores` has them, and values.
-  static __device__ void AddValues(const FlashDecodeArgs&, uint32_t smem, const float (&p)[2][4],
-                                   uint32_t, float (&out)[D / 8][4]) {
-    const int lane = threadIdx.x % 32;
-    const uint32_t weights[4] = {Pack<T>(p[0][0], p[0][1]), Pack<T>(p[0][2], p[0][3]),
-                                 Pack<T>(p[1][0], p[1][1]), Pack<T>(p[1][2], p[1][3])};
 #pragma unroll
     for (int j = 0; j < D / 16; ++j) {
       uint32_t values[4];
-      ptx::LoadMatrix4Transposed(values,
-                                 smem + kTileBytes + AtHalves<D>(lane % 16, 2 * j + lane / 16));
-      ptx::Multiply16x8<T>(out[2 * j], weights, values[0], values[1]);
-      ptx::Multiply16x8<T>(out[2 * j + 1], weights, values[2], values[3]);
+      ptx::LoadMatrix4Transposed(
+          values, smem + kTileBytes + AtHalves<D>(lane % 8 + lane / 16 * 8, 2 * j + lane / 8 % 2));
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+        ptx::Multiply16x8<T>(out[j][n], values, weights[n][0], weights[n][1]);
     }
   }
 
-  // The column of out[j][2 h + e] of a lane.
-  static __device__ int Column(int j, int e) { return 8 * j + 2 * (threadIdx.x % 4) + e; }
+  // The column of out[j][n][2 h + e] of a lane.
+  static __device__ int Column(int j, int h) { return 16 * j + 8 * h + threadIdx.x % 32 / 4; }
 };
 
-// A cache of e4m3, with a scale for each row or head. In what order a product's terms are added is
-// free, so each lane reads 16 bytes at once, of what it multiplies:
+// A cache of e4m3, with a scale for each row or head, which is multiplied as float16: exact. In
+// what order a product's terms are added is free, and so is that of its rows, so each lane reads 16
+// bytes at once, of what it multiplies:
 //
 //   keys     elements 64 s + 16 (lane % 4) + {0 .. 15} of positions lane / 4 and 8 more: four
 //            steps of mma's 16 terms, of which a lane has four each
 //   values   columns W (lane / 4) + {0 .. W - 1}, W = D / 8, of positions 2 (lane % 4) + {0, 1} and
-//            8 more: a step's column of mma is one of W that lie W apart
+//            8 more: two columns are a lane's rows of a step of mma
 //
-// Keys are multiplied as float16, and so are queries. Those of bfloat16 are made so many powers of
-// two larger that the item's largest has 15 bits: exact, less elements under 2^-28 of that. Values
-// are bfloat16 of 2^-120 times their size, which is their bits, shifted; probabilities have their
-// position's scale. Half of the 2^120 is theirs too, and the other half the sum's, so that neither
-// a large scale nor a small sum leaves float32's range. NaN among values would be 480: where heads
-// have scales it is looked for, and `quantize` makes the scale of such a row NaN.
-template <typename T, int D>
+// Queries of bfloat16 are made so many powers of two larger that the warp's largest has 15 bits:
+// exact, less elements under 2^-28 of that.
+template <typename T, int D, int N>
 struct Bytes {
-  static constexpr int kVectors = D / 16, kTileBytes = kTile * D;
-  static constexpr int kStages = D <= 128 ? 1024 / D : 5;
+  using Weight = __half;
+  static constexpr bool kIsScaled = true;
+  static constexpr int kTileBytes = kTile * D;
+  static constexpr int kStages = D <= 128 ? 512 / D : 4;
   static constexpr int kScaleBytes = 2 * kTile * 4, kStageBytes = 2 * kTileBytes + kScaleBytes;
-  static constexpr bool kKeepsQ = D <= 128;
-  static constexpr int kBytes = D / 8;  // W
-  uint32_t q[kKeepsQ ? D / 16 : 4][4];
-  float unit = 1;  // what `Scores` are multiplied by
+  static constexpr int kColumns = D / 8;  // W
+  uint32_t q[kKeepsQ<D, N> ? D / 16 : 4][N][2];
+  float query_unit = 1;
 
   static __device__ uint32_t AtKeys(int row, int vector) {
     return row * D + (D == 64 ? vector : vector ^ ((row & 1) * 4)) * 16;
@@ -291,25 +360,17 @@ struct Bytes {
   }
 
   static __device__ void LoadTile(const FlashDecodeArgs& args, const Item& item, int32_t first,
-                                  uint32_t smem) {
+                                  uint32_t share, uint32_t smem) {
     const int lane = threadIdx.x % 32;
-    const int64_t row_of_lane = RowOf</*kReports=*/true>(args, item, first + lane % kTile);
-    const auto* k = static_cast<const uint8_t*>(args.arrays.k);
-    const auto* v = static_cast<const uint8_t*>(args.arrays.v);
-#pragma unroll
-    for (int i = 0; i < kTile * kVectors / 32; ++i) {
-      const int row = (32 * i + lane) / kVectors, vector = (32 * i + lane) % kVectors;
-      const int64_t from = __shfl_sync(0xffffffff, row_of_lane, row);
-      const bool is_there = from >= 0;
-      const int64_t at = is_there ? from * D + 16 * vector : 0;
-      ptx::CopyAsync16(smem + AtKeys(row, vector), k + at, is_there ? 16 : 0);
-      ptx::CopyAsync16(smem + AtValues(row, vector), v + at, is_there ? 16 : 0);
-    }
-    const bool of_values = lane >= kTile;
-    if (row_of_lane >= 0) {  // else nobody uses what is there
+    const uint32_t row = RowOf</*kReports=*/true>(args, item, first + lane % kTile);
+    CopyTile<D>(args, row, share, [&](int row, int vector, bool of_values) {
+      return smem + (of_values ? AtValues(row, vector) : AtKeys(row, vector));
+    });
+    if ((share & 1) && row != kNoRow) {  // else nobody uses what is there
+      const bool of_values = lane >= kTile;
       const float* scale = of_values ? args.arrays.v_scale : args.arrays.k_scale;
       ptx::CopyAsync4(smem + AtScale(of_values, lane % kTile),
-                      scale + (args.has_rows ? row_of_lane : item.group));
+                      scale + (args.has_rows ? row : item.group));
     }
   }
 
@@ -319,7 +380,7 @@ struct Bytes {
     if constexpr (!std::is_same_v<T, __half>) {
       float largest = 0;  // less infinities and NaN
 #pragma unroll
-      for (int i = 0; i < kQueryBytes<D> / 128; ++i) {
+      for (int i = 0; i < kQueryBytes<D, N> / 128; ++i) {
         const float2 pair = Unpack<T>(ptx::LoadShared4(smem_q + (32 * i + lane) * 4));
         const float x = fabsf(pair.x), y = fabsf(pair.y);
         largest = fmaxf(largest, fmaxf(x < INFINITY ? x : 0.0f, y < INFINITY ? y : 0.0f));
@@ -330,10 +391,10 @@ struct Bytes {
       }
       // 2^14 and the power of two in `largest`: both quotients have exponents of float32.
       const uint32_t exponent = Max(__float_as_uint(largest) >> 23, 15u);
-      unit = __uint_as_float((exponent - 14) << 23);
+      query_unit = __uint_as_float((exponent - 14) << 23);
       const float factor = __uint_as_float((268 - exponent) << 23);
 #pragma unroll
-      for (int i = 0; i < kQueryBytes<D> / 128; ++i) {
+      for (int i = 0; i < kQueryBytes<D, N> / 128; ++i) {
         const uint32_t at = smem_q + (32 * i + lane) * 4;
         const float2 pair = Unpack<T>(ptx::LoadShared4(at));
         const uint32_t halves = Pack<__half>(factor * pair.x, factor * pair.y);
@@ -341,20 +402,20 @@ struct Bytes {
       }
       __syncwarp();
     }
-    if constexpr (kKeepsQ) {
+    if constexpr (kKeepsQ<D, N>) {
 #pragma unroll
       for (int i = 0; i < D / 16; ++i) TakeStep(smem_q, i, q[i]);
     }
   }
-  static __device__ void TakeStep(uint32_t smem_q, int i, uint32_t (&a)[4]) {
+  static __device__ void TakeStep(uint32_t smem_q, int i, uint32_t (&b)[N][2]) {
     const int lane = threadIdx.x % 32;
     const int element = 64 * (i / 4) + 16 * (lane % 4) + 4 * (i % 4);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int n = 0; n < N; ++n) {
       const uint64_t pairs =
-          ptx::LoadShared8(smem_q + AtHalves<D>(lane / 4 + 8 * h, element / 8) + element % 8 * 2);
-      a[h] = static_cast<uint32_t>(pairs);
-      a[2 + h] = static_cast<uint32_t>(pairs >> 32);
+          ptx::LoadShared8(smem_q + AtHalves<D>(8 * n + lane / 4, element / 8) + element % 8 * 2);
+      b[n][0] = static_cast<uint32_t>(pairs);
+      b[n][1] = static_cast<uint32_t>(pairs >> 32);
     }
   }
 
@@ -364,69 +425,44 @@ struct Bytes {
     return pair.x | static_cast<uint32_t>(pair.y) << 16;
   }
 
-  __device__ void Scores(uint32_t smem_q, uint32_t smem, float (&s)[2][4]) {
+  __device__ void Scores(uint32_t smem_q, uint32_t smem, float (&s)[N][4]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int of64 = 0; of64 < D / 64; ++of64) {
-      if constexpr (!kKeepsQ) {
+      uint4 words[2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) TakeStep(smem_q, 4 * of64 + i, q[i]);
-      }
+      for (int h = 0; h < 2; ++h)
+        words[h] = ptx::LoadShared16(smem + AtKeys(8 * h + lane / 4, 4 * of64 + lane % 4));
+      const uint32_t keys[2][4] = {{words[0].x, words[0].y, words[0].z, words[0].w},
+                                   {words[1].x, words[1].y, words[1].z, words[1].w}};
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const uint4 keys = ptx::LoadShared16(smem + AtKeys(8 * n + lane / 4, 4 * of64 + lane % 4));
-        const uint32_t words[4] = {keys.x, keys.y, keys.z, keys.w};
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (!kKeepsQ<D, N>) TakeStep(smem_q, 4 * of64 + i, q[i]);
+        const uint32_t (&b)[N][2] = q[kKeepsQ<D, N> ? 4 * of64 + i : i];
+        const uint32_t a[4] = {Half(keys[0][i] & 0xffff), Half(keys[1][i] & 0xffff),
+                               Half(keys[0][i] >> 16), Half(keys[1][i] >> 16)};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          ptx::Multiply16x8<__half>(s[n], q[kKeepsQ ? 4 * of64 + i : i], Half(words[i] & 0xffff),
-                                    Half(words[i] >> 16));
-        }
-      }
-    }
-  }
-  static __device__ float KeyScale(uint32_t smem, int position) {
-    return ptx::LoadSharedFloat(smem + AtScale(false, position));
-  }
-
-  // Bytes `b` of both, numbers of e4m3, as bfloat16 of 2^-120 times their size.
-  static __device__ uint32_t Shifted(uint32_t one, uint32_t other, int b) {
-    const uint32_t twice = __byte_perm(one, other, b * 0x1111 + 0x4400);  // of each: its byte twice
-    return (twice & 0x80008000) | (twice << 4 & 0x07f007f0);
-  }
-
-  // Whether one of four numbers of e4m3 is NaN.
-  static __device__ bool HasNan(uint32_t four) {
-    return ((four & 0x7f7f7f7f) + 0x01010101) & 0x80808080;
-  }
-
-  static constexpr float kUnit = 0x1p60f;
-  static __device__ void AddValues(const FlashDecodeArgs& args, uint32_t smem,
-                                   const float (&p)[2][4], uint32_t there, float (&out)[D / 8][4]) {
-    using B = __nv_bfloat16;
-    const int lane = threadIdx.x % 32, first = 2 * (lane % 4);
-    float w[2][4];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int position = 8 * n + first + c % 2;
-        const float scale = ptx::LoadSharedFloat(smem + AtScale(true, position));
-        // What no position has is not multiplied: its scale may be anything.
-        w[n][c] = there >> position & 1 ? p[n][c] * scale * 0x1p60f : 0.0f;
+        for (int n = 0; n < N; ++n) ptx::Multiply16x8<__half>(s[n], a, b[n][0], b[n][1]);
       }
     }
-    const uint32_t weights[4] = {Pack<B>(w[0][0], w[0][1]), Pack<B>(w[0][2], w[0][3]),
-                                 Pack<B>(w[1][0], w[1][1]), Pack<B>(w[1][2], w[1][3])};
-    constexpr int kWords = Min(kBytes, 16) / 4;
-    bool has_nan = false;
+  }
+  static __device__ float Scale(uint32_t smem, bool of_values, int position) {
+    return ptx::LoadSharedFloat(smem + AtScale(of_values, position));
+  }
+
+  static __device__ void AddValues(uint32_t smem, const uint32_t (&weights)[N][2],
+                                   float (&out)[D / 16][N][4]) {
+    const int lane = threadIdx.x % 32;
+    constexpr int kWords = Min(kColumns, 16) / 4;
 #pragma unroll
-    for (int chunk = 0; chunk < CeilDiv(kBytes, 16); ++chunk) {
+    for (int chunk = 0; chunk < CeilDiv(kColumns, 16); ++chunk) {
       uint32_t words[4][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = first + i % 2 + i / 2 * 8, byte = lane / 4 * kBytes + 16 * chunk;
+        const int row = 2 * (lane % 4) + i % 2 + i / 2 * 8;
+        const int byte = lane / 4 * kColumns + 16 * chunk;
         const uint32_t at = smem + AtValues(row, byte / 16);
-        if constexpr (kBytes < 16) {
+        if constexpr (kColumns < 16) {
           const uint64_t v = ptx::LoadShared8(at + byte % 16);
           words[i][0] = static_cast<uint32_t>(v);
           words[i][1] = static_cast<uint32_t>(v >> 32);
@@ -438,150 +474,215 @@ struct Bytes {
           words[i][3] = v.w;
         }
       }
-      if (!args.has_rows) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-#pragma unroll
-          for (int m = 0; m < kWords; ++m) has_nan |= HasNan(words[i][m]);
-        }
-      }
 #pragma unroll
       for (int m = 0; m < kWords; ++m) {
 #pragma unroll
-        for (int b = 0; b < 4; ++b) {
-          ptx::Multiply16x8<B>(out[16 * chunk + 4 * m + b], weights,
-                               Shifted(words[0][m], words[1][m], b),
-                               Shifted(words[2][m], words[3][m], b));
+        for (int two = 0; two < 2; ++two) {  // columns of a word
+          // Of both positions one column, then of both the next one.
+          const uint32_t selectors = two == 0 ? 0x5140 : 0x7362;
+          const uint32_t near = __byte_perm(words[0][m], words[1][m], selectors);
+          const uint32_t far = __byte_perm(words[2][m], words[3][m], selectors);
+          const uint32_t values[4] = {Half(near & 0xffff), Half(near >> 16), Half(far & 0xffff),
+                                      Half(far >> 16)};
+#pragma unroll
+          for (int n = 0; n < N; ++n) {
+            ptx::Multiply16x8<__half>(out[8 * chunk + 2 * m + two][n], values, weights[n][0],
+                                      weights[n][1]);
+          }
         }
-      }
-    }
-    if (!args.has_rows && __any_sync(0xffffffff, has_nan)) {
-#pragma unroll
-      for (int j = 0; j < D / 8; ++j) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) out[j][c] = NAN;
       }
     }
   }
 
-  static __device__ int Column(int j, int e) { return kBytes * (2 * (threadIdx.x % 4) + e) + j; }
+  static __device__ int Column(int j, int h) {
+    return kColumns * (threadIdx.x % 32 / 4) + 2 * j + h;
+  }
 };
 
 // ---- A warp ------------------------------------------------------------------------------------
 
-template <typename Cache, int D>
-__device__ void AttendToTile(const FlashDecodeArgs& args, const Item& item, int32_t first,
-                             uint32_t smem_q, Cache& cache, uint32_t smem, Running<D>& run) {
+constexpr float kMostScale = 0x1p100f;
+
+// Minus infinity in place of scores that do not count, and zeros in place of scales that no
+// position has.
+template <int N>
+__device__ void Mask(const FlashDecodeArgs& args, const Item& item, int32_t first, float (&s)[N][4],
+                     float (&scales)[2]) {
   const int lane = threadIdx.x % 32;
-  float s[2][4]{};
-  cache.Scores(smem_q, smem, s);
-  const uint32_t there = __ballot_sync(0xffffffff, RowOf(args, item, first + lane % kTile) >= 0);
-  float highest[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const int position = 8 * n + 2 * (lane % 4) + c % 2, at = first + position;
-      float x = s[n][c] * cache.unit * (args.scale * Cache::KeyScale(smem, position));
-      if (args.softcap > 0) x = Cap(x, args.softcap);
-      const bool counts = (there >> position & 1) && run.begin[c / 2] <= at && at < run.end[c / 2];
-      s[n][c] = counts ? x * kLog2e : -INFINITY;
-      highest[c / 2] = fmaxf(highest[c / 2], s[n][c]);
-    }
-  }
+  const DecodeBounds bounds = args.arrays.bounds[item.sequence];
+  const uint32_t there =
+      __ballot_sync(0xffffffff, RowOf(args, item, first + lane % kTile) != kNoRow);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    highest[h] = fmaxf(highest[h], __shfl_xor_sync(0xffffffff, highest[h], 1));
-    highest[h] = fmaxf(highest[h], __shfl_xor_sync(0xffffffff, highest[h], 2));
-    highest[h] = fmaxf(highest[h], run.highest[h]);
-  }
-  if (__any_sync(0xffffffff, highest[0] > run.highest[0] || highest[1] > run.highest[1])) {
+    const int position = lane / 4 + 8 * h, at = first + position;
+    const bool is_there = there >> position & 1;
+    if (!is_there) scales[h] = 0;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      // Nothing has been summed yet if the last one is minus infinity.
-      const float factor = run.highest[h] == -INFINITY ? 0.0f : exp2f(run.highest[h] - highest[h]);
-      run.highest[h] = highest[h];
-      run.total[h] *= factor;
+    for (int n = 0; n < N; ++n) {
 #pragma unroll
-      for (int j = 0; j < D / 8; ++j) {
-        run.out[j][2 * h] *= factor;
-        run.out[j][2 * h + 1] *= factor;
+      for (int e = 0; e < 2; ++e) {
+        const int query = 8 * n + 2 * (lane % 4) + e;
+        const Span span = Span::Of(bounds, Query::Of<N>(args, item, query).token);
+        if (!is_there || at < span.begin || at >= span.end) s[n][2 * h + e] = -INFINITY;
       }
     }
   }
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const float base = run.highest[c / 2] == -INFINITY ? 0.0f : run.highest[c / 2];
-      s[n][c] = exp2f(s[n][c] - base);
-      run.total[c / 2] += s[n][c];
-    }
-  }
-  Cache::AddValues(args, smem, s, there, run.out);
 }
 
-template <typename Cache, int D>
-__device__ void Store(const FlashDecodeArgs& args, const Item& item, const Running<D>& run) {
+template <typename Cache, int D, int N>
+__device__ __forceinline__ void AttendToTile(const FlashDecodeArgs& args, const Item& item,
+                                             int32_t first, uint32_t smem_q, Cache& cache,
+                                             uint32_t smem, Running<D, N>& run) {
+  const int lane = threadIdx.x % 32;
+  float s[N][4]{};
+  cache.Scores(smem_q, smem, s);
+  float scales[2];  // of values
+  const bool has_cap = args.softcap > 0;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    scales[h] = Cache::Scale(smem, true, lane / 4 + 8 * h);
+    const float of_keys = Cache::Scale(smem, false, lane / 4 + 8 * h);
+    const float scale = cache.query_unit * (has_cap ? args.scale : kLog2e * args.scale) * of_keys;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) s[n][2 * h + e] *= scale;
+    }
+  }
+  if (has_cap) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) s[n][c] = kLog2e * Cap(s[n][c], args.softcap);
+    }
+  }
+  if (first < run.inner.begin || first + kTile > run.inner.end)
+    Mask<N>(args, item, first, s, scales);
+
+  // A scale is part of the exponent, less its sign, and what it is beyond kMostScale.
+  float inverse[2] = {1, 1}, left[2] = {1, 1};
+  if constexpr (Cache::kIsScaled) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float size = fminf(fmaxf(fabsf(scales[h]), 1 / kMostScale), kMostScale);
+      inverse[h] = __fdividef(1, size);
+      left[h] = scales[h] * inverse[h];
+      const float bits = __log2f(size);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) s[n][2 * h + e] += bits;
+      }
+    }
+  }
+  bool rises = false;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) rises |= s[n][c] > run.base[n][c % 2] + kMostBits;
+  }
+  if (__any_sync(0xffffffff, rises)) run.Rise(s);
+
+  using W = typename Cache::Weight;
+  uint32_t weights[N][2];
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float w[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        w[e] = ptx::Exp2(s[n][2 * h + e] - run.base[n][e]);
+        run.total[n][e] += w[e] * inverse[h];
+        w[e] *= left[h];
+      }
+      weights[n][h] = ptx::TransposeMatrix(Pack<W>(w[0], w[1]));
+    }
+  }
+  Cache::AddValues(smem, weights, run.out);
+}
+
+template <typename Cache, int D, int N>
+__device__ void Store(const FlashDecodeArgs& args, const Item& item, const Running<D, N>& run) {
   const int lane = threadIdx.x % 32;
   float* to = args.splits == 1 ? args.arrays.out : args.arrays.parts;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float total = run.total[h];
-    total += __shfl_xor_sync(0xffffffff, total, 1);
-    total += __shfl_xor_sync(0xffffffff, total, 2);
-    const Query query = Query::Of(args, item, lane / 4 + 8 * h);
-    if (!query.is_there) continue;
-    const int64_t of_split = static_cast<int64_t>(args.batch) * args.tokens * args.heads;
-    float* row = to + (item.split * of_split + query.row) * (D + 1);
-    const bool any = run.highest[h] > -INFINITY || total != 0;  // NaN counts
-    const float factor = any ? Cache::kUnit / total : 0.0f;
+  for (int n = 0; n < N; ++n) {
 #pragma unroll
-    for (int j = 0; j < D / 8; ++j) {
-      row[Cache::Column(j, 0)] = run.out[j][2 * h] * factor;
-      row[Cache::Column(j, 1)] = run.out[j][2 * h + 1] * factor;
+    for (int e = 0; e < 2; ++e) {
+      float total = run.total[n][e];
+#pragma unroll
+      for (int i = 4; i < 32; i *= 2) total += __shfl_xor_sync(0xffffffff, total, i);
+      const Query query = Query::Of<N>(args, item, 8 * n + 2 * (lane % 4) + e);
+      if (!query.is_there) continue;
+      const int64_t of_split = static_cast<int64_t>(args.batch) * args.tokens * args.heads;
+      float* row = to + (item.split * of_split + query.row) * (D + 1);
+      const bool any = total != 0;  // NaN counts
+      const float factor = any ? 1 / total : 0.0f;
+#pragma unroll
+      for (int j = 0; j < D / 16; ++j) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) row[Cache::Column(j, h)] = run.out[j][n][2 * h + e] * factor;
+      }
+      if (lane / 4 == 0) row[D] = any ? kLn2 * (run.base[n][e] + log2f(total)) : -INFINITY;
     }
-    if (lane % 4 == 0) row[D] = any ? kLn2 * (run.highest[h] + log2f(total)) : -INFINITY;
   }
 }
 
-template <typename Cache, int D>
-constexpr int kWarpBytes = kQueryBytes<D> + Cache::kStages * Cache::kStageBytes;
+// A team's shared memory is each warp's queries, then a ring of tiles, keys before values.
+template <typename Cache>
+constexpr int kRingBytes = Cache::kStages * Cache::kStageBytes;
 
-template <typename T, typename Cache, int D>
-__global__ void __launch_bounds__(32 * kWarps)
+template <typename T, typename Cache, int D, int N>
+__global__ void __launch_bounds__(32 * kMostWarps)
     FlashDecodeKernel(const __grid_constant__ FlashDecodeArgs args) {
   constexpr int kStages = Cache::kStages;
   JFLUX_DYNAMIC_SHARED(uint8_t, 128, storage);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t number = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
+  const int warp = threadIdx.x / 32, team = warp / args.team, member = warp % args.team;
+  const int lane = threadIdx.x % 32, teams = blockDim.x / 32 / args.team;
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * teams + team;
   if (number >= static_cast<int64_t>(args.splits) * args.batch * args.blocks * args.groups) return;
-  const Item item = Item::Of(args, number);
+  const Item item = Item::Of(args, number, member);
   if (item.is_wrong && item.group + item.block + item.split + lane == 0)
     ReportLength(args, item.sequence);
-  const auto smem_q =
-      static_cast<uint32_t>(__cvta_generic_to_shared(storage + warp * kWarpBytes<Cache, D>));
-  const auto stage_at = [&](int stage) {
-    return smem_q + kQueryBytes<D> + stage * Cache::kStageBytes;
+  const auto smem = static_cast<uint32_t>(__cvta_generic_to_shared(storage)) +
+                    team * (args.team * kQueryBytes<D, N> + kRingBytes<Cache>);
+  const uint32_t smem_q = smem + member * kQueryBytes<D, N>;
+  const uint32_t ring = smem + args.team * kQueryBytes<D, N>;
+  const auto stage_at = [&](int stage) { return ring + stage * Cache::kStageBytes; };
+  const auto sync = [&] {
+    if (args.team == 1) {
+      __syncwarp();
+    } else {
+      __syncthreads();  // the team is the CTA
+    }
   };
+  uint32_t share = 0;  // the steps of a tile's copies that are this warp's
+  for (int step = member; step < 32; step += args.team) share |= 1u << step;
   const int32_t tiles = CeilDiv(item.end - item.begin, kTile);
 
-  if (tiles > 0) LoadQueries<T, D>(args, item, smem_q);  // in the first tile's group of copies
+  if (tiles > 0) LoadQueries<T, D, N>(args, item, smem_q);  // in the first tile's group of copies
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) {
-    if (stage < tiles) Cache::LoadTile(args, item, item.begin + stage * kTile, stage_at(stage));
+    if (stage < tiles)
+      Cache::LoadTile(args, item, item.begin + stage * kTile, share, stage_at(stage));
     ptx::CopyAsyncCommit();
   }
-  Running<D> run{};
+  Running<D, N> run{};
   run.Start(args, item);
   Cache cache{};
+  if (tiles > 0) {
+    ptx::CopyAsyncWait<kStages - 2>();
+    __syncwarp();
+    cache.TakeQueries(smem_q);
+  }
   int stage = 0, next = kStages - 1;
   for (int32_t tile = 0; tile < tiles; ++tile) {
     ptx::CopyAsyncWait<kStages - 2>();
-    __syncwarp();  // the other lanes' copies are there, and they have read the stage before
-    if (tile == 0) cache.TakeQueries(smem_q);
+    sync();  // the others' copies are there, and they have read the stage before
     const int32_t ahead = tile + kStages - 1;
-    if (ahead < tiles) Cache::LoadTile(args, item, item.begin + ahead * kTile, stage_at(next));
+    if (ahead < tiles)
+      Cache::LoadTile(args, item, item.begin + ahead * kTile, share, stage_at(next));
     ptx::CopyAsyncCommit();
     AttendToTile(args, item, item.begin + tile * kTile, smem_q, cache, stage_at(stage), run);
     stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -641,42 +742,74 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
   if (threadIdx.x == 0) out[D] = any ? highest + logf(total) : -INFINITY;
 }
 
+// Teams of a CTA.
+int TeamsOf(int warps) { return warps == 1 ? 2 : 1; }
+
+// A kernel, and the shared memory of its CTAs.
 struct Kernel {
   const void* kernel;
-  int smem_bytes;
+  int query_bytes, ring_bytes;  // of a warp, of a team
+
+  int Bytes(int warps) const { return TeamsOf(warps) * (warps * query_bytes + ring_bytes); }
 };
-template <typename T, typename Cache, int D>
+template <typename T, typename Cache, int D, int N>
 Kernel KernelWith() {
-  return {reinterpret_cast<const void*>(&FlashDecodeKernel<T, Cache, D>),
-          kWarps * kWarpBytes<Cache, D>};
+  return {reinterpret_cast<const void*>(&FlashDecodeKernel<T, Cache, D, N>), kQueryBytes<D, N>,
+          kRingBytes<Cache>};
 }
+
 template <int D>
-Kernel KernelOf(DType dtype, bool is_bytes) {
+constexpr int kMostN = D <= 128 ? 4 : 2;
+
+// The kernel whose warps have 8 n queries each, n = 1, 2 or 4.
+template <int D>
+Kernel KernelOf(DType dtype, bool is_bytes, int n) {
   return WithFormat<kFlashDecodeFormats.operands>(dtype, [&](auto format) {
     using T = CudaType<format>;
-    return is_bytes ? KernelWith<T, Bytes<T, D>, D>() : KernelWith<T, Halves<T, D>, D>();
+    const auto of = [&](auto constant) {
+      constexpr int N = decltype(constant)::value;
+      return is_bytes ? KernelWith<T, Bytes<T, D, N>, D, N>()
+                      : KernelWith<T, Halves<T, D, N>, D, N>();
+    };
+    if (n == 1) return of(std::integral_constant<int, 1>());
+    if (n == 2) return of(std::integral_constant<int, 2>());
+    return of(std::integral_constant<int, kMostN<D>>());
   });
 }
 
 template <int D>
 bool LoadFor(std::string* error) {
-  const auto load = [&](const Kernel& one) {
-    return LoadKernel(one.kernel, one.smem_bytes, error);
-  };
-  return ForFormats(kFlashDecodeFormats.operands,
-                    [&](DType dtype) {
-                      return load(KernelOf<D>(dtype, false)) && load(KernelOf<D>(dtype, true));
-                    }) &&
+  return ForFormats(
+             kFlashDecodeFormats.operands,
+             [&](DType dtype) {
+               for (int n = 1; n <= kMostN<D>; n *= 2) {
+                 for (const bool is_bytes : {false, true}) {
+                   const Kernel one = KernelOf<D>(dtype, is_bytes, n);
+                   if (!LoadKernel(one.kernel, Max(one.Bytes(1), one.Bytes(kMostWarps)), error))
+                     return false;
+                 }
+               }
+               return true;
+             }) &&
          LoadKernel(reinterpret_cast<const void*>(&MergePartsKernel<D>), 0, error);
 }
 
 template <int D>
 bool LaunchFor(const FlashDecodeParams& p, FlashDecodeArgs& args, cudaStream_t stream,
                std::string* error) {
+  const auto queries = static_cast<int>(p.heads / p.groups * p.tokens);
+  // Many warps hide latency; a warp of more queries converts a cache of 8 bits less often.
+  const int few = p.scales == CacheScales::kNone ? 4 : 2;
+  int n = 1;
+  while (n < kMostN<D> && 8 * n * few < queries) n *= 2;
+  const int warps = CeilDiv(queries, 8 * n);
+  args.blocks = CeilDiv(warps, kMostWarps);
+  args.team = CeilDiv(warps, args.blocks);
+  const int teams = TeamsOf(args.team);
   const int64_t items = static_cast<int64_t>(args.splits) * args.batch * args.blocks * args.groups;
-  const Kernel one = KernelOf<D>(p.dtype, p.scales != CacheScales::kNone);
-  return LaunchKernel(one.kernel, &args, static_cast<int>(CeilDiv<int64_t>(items, kWarps)), 1,
-                      32 * kWarps, one.smem_bytes, stream, error) &&
+  const Kernel one = KernelOf<D>(p.dtype, p.scales != CacheScales::kNone, n);
+  return LaunchKernel(one.kernel, &args, static_cast<int>(CeilDiv<int64_t>(items, teams)), 1,
+                      32 * teams * args.team, one.Bytes(args.team), stream, error) &&
          (args.splits == 1 || LaunchKernel(reinterpret_cast<const void*>(&MergePartsKernel<D>),
                                            &args, args.batch * args.tokens * args.heads, 1,
                                            32 * kMergeWarps, 0, stream, error));
@@ -696,6 +829,10 @@ bool LaunchFlashDecode(const FlashDecodeParams& p, const FlashDecodeArrays& arra
     *error = "too many parts of heads";
     return false;
   }
+  if ((p.page_size == 0 ? p.batch * p.positions : p.pages * p.page_size) * p.groups >= kNoRow) {
+    *error = "too many rows of the cache";
+    return false;
+  }
   if (!LoadOnce(LoadFlashDecodeKernels, error)) return false;
   FlashDecodeArgs args{};
   args.arrays = arrays;
@@ -710,7 +847,6 @@ bool LaunchFlashDecode(const FlashDecodeParams& p, const FlashDecodeArrays& arra
   args.pages = static_cast<int32_t>(p.pages);
   args.entries = p.page_size == 0 ? 0 : static_cast<int32_t>(p.positions / p.page_size);
   args.splits = static_cast<int32_t>(p.splits);
-  args.blocks = static_cast<int32_t>(CeilDiv<int64_t>(p.heads / p.groups * p.tokens, kTile));
   args.scale = static_cast<float>(p.scale);
   args.softcap = static_cast<float>(p.softcap);
   args.has_rows = p.scales == CacheScales::kOfRows;

@@ -36,12 +36,14 @@ WIDTHS_PORTABLE = (64, 128)  # in 99 KiB of shared memory
 MOST_SPLITS = 64
 FEWEST_POSITIONS = 512
 
-#: The kernel (cc/ops/flash_decode): how many of its warps a GPU of 132 multiprocessors runs at
-#: once, how many queries a warp takes, and the fewest positions that are worth a warp.
-_WARPS, _WARPS_OF_WIDE = 132 * 6, 132 * 4
-_QUERIES = 16
-_FEWEST_OF_A_WARP = 64
-#: Of more tokens each part of a cache would be read by several warps, one after the other.
+#: The kernel (cc/ops/flash_decode): the multiprocessors of a GPU, bytes of shared memory of one,
+#: and the fewest positions that are worth a team of warps.
+_MULTIPROCESSORS = 132
+_SHARED_BYTES = 228 << 10
+_FEWEST_OF_A_TEAM = 64
+_MOST_WARPS = 8  # of a team
+_MOST_ROUNDS = 4  # of more, merging would cost more than a full last round saves
+#: Of more tokens, attention of one device is the faster way.
 MOST_TOKENS = 16
 
 
@@ -88,7 +90,7 @@ def attend(
     none): [B, T, H, D + 1], the output and after it the log-sum-exp, in float32 or float64. All
     integers are int32. A sequence whose end is not from 0 to `capacity` is an error, or NaN."""
     positions = _positions(k, block_table)
-    splits = splits_of(q.shape, k.shape[2], positions)
+    splits = splits_of(q.shape, k.shape[2], positions, isinstance(k, Scaled))
     tables = () if block_table is None else (block_table,)
     params = Params(
         capacity, float(scale), float(softcap or 0), splits, isinstance(k, Scaled), bool(tables),
@@ -186,12 +188,38 @@ def attend_reference(
 
 
 @functools.cache
-def splits_of(q_shape: tuple[int, ...], groups: int, positions: int) -> int:
-    """Into how many parts the kernel splits a sequence: as many as have warps that run at once."""
+def splits_of(q_shape: tuple[int, ...], groups: int, positions: int, scaled: bool) -> int:
+    """Into how many parts the kernel splits a sequence: as many as have teams of warps that run at
+    once; or a few more or less, so that the last of several rounds of teams is full too."""
     batch, tokens, heads, width = q_shape
-    warps = batch * groups * -(-heads * tokens // (groups * _QUERIES))
-    at_once = _WARPS if width <= 128 else _WARPS_OF_WIDE
-    return max(1, min(at_once // max(warps, 1), -(-positions // _FEWEST_OF_A_WARP)))
+    blocks, at_once = teams_of(heads // groups * tokens, width, scaled)
+    teams = max(1, batch * groups * blocks)
+    most = min(-(-positions // _FEWEST_OF_A_TEAM), max(_MOST_ROUNDS, at_once // teams))
+    if teams >= _MOST_ROUNDS * at_once:
+        return 1
+    rounds = [-(-teams * splits // at_once) / splits for splits in range(1, most + 1)]
+    # Merging costs something: the fewest parts of those that take about the least time.
+    return next(i for i, time in enumerate(rounds, 1) if time <= 1.05 * min(rounds))
+
+
+def teams_of(queries: int, width: int, scaled: bool) -> tuple[int, int]:
+    """How many teams of warps the kernel has for the queries that share a head of the cache, and
+    how many teams a GPU runs at once: `LaunchFor` and `kStages` in cc/ops/flash_decode."""
+    wide = width > 128
+    few = 2 if scaled else 4  # warps
+    n = next(n for n in (1, 2, 4) if 8 * n * few >= queries or n == (2 if wide else 4))
+    warps = -(-queries // (8 * n))
+    blocks = max(1, -(-warps // _MOST_WARPS))
+    team = max(1, -(-warps // blocks))
+    teams = 2 if team == 1 else 1  # of a CTA
+    if scaled:
+        ring = (33 if wide else 17) << 10
+    else:
+        ring = (48 if wide else 32) << 10
+    by_memory = _SHARED_BYTES // (teams * (team * 16 * n * width + ring) + (1 << 10))
+    warps_at_once = 12 if n * width <= 256 else 8  # which its registers allow
+    by_registers = warps_at_once // (team * teams)
+    return blocks, _MULTIPROCESSORS * teams * max(1, min(by_memory, by_registers))
 
 
 # ---- In plain lax --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// stmatrix, ldmatrix and mma.sync: a warp's matrices of 16-bit elements.
+// stmatrix, ldmatrix, movmatrix and mma.sync: a warp's matrices of 16-bit elements.
 //
 // Lane l has, of an 8x8 matrix, the elements 2 (l % 4) and the next of row l / 4, in one word.
 #ifndef JFLUX_TESTS_CC_SIMT_WARP_MATRIX_H_
@@ -56,6 +56,15 @@ inline void LoadMatrix4(uint32_t (&r)[4], uint32_t smem, bool transposed) {
     }
   });
   std::memcpy(r, mine.words.data(), sizeof(r));
+}
+
+inline uint32_t TransposeMatrix(uint32_t two) {
+  return Exchange<uint32_t, uint32_t>(
+      "movmatrix", 0xffffffff, two, [](int lane, InOfLanes<uint32_t> all) {
+        const int row = lane / 4, column = 2 * (lane % 4);
+        const auto of = [&](int i) { return *all[4 * i + row / 2] >> row % 2 * 16 & 0xffff; };
+        return of(column) | of(column + 1) << 16;
+      });
 }
 
 // c [16, 8] += a [16, 16] @ b [16, 8] (mma.sync.m16n8k16). Lane l has, with g = l / 4 and

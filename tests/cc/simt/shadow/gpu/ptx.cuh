@@ -151,6 +151,9 @@ inline void FenceProxyAsyncShared() { simt::current->fenced = simt::Now(); }
 
 // ---- copies by single threads -----------------------------------------------------------------
 
+inline void CopyAsync16Or0(uint32_t smem, const void* global, bool is_zero) {
+  simt::CopyAsync16(smem, global, is_zero ? 0 : 16);
+}
 inline void CopyAsync4(uint32_t smem, const void* global) { simt::CopyAsync4(smem, global); }
 inline void CopyAsync16(uint32_t smem, const void* global, uint32_t bytes) {
   simt::CopyAsync16(smem, global, bytes);
@@ -186,6 +189,7 @@ inline void LoadMatrix4(uint32_t (&r)[4], uint32_t smem) {
 inline void LoadMatrix4Transposed(uint32_t (&r)[4], uint32_t smem) {
   simt::LoadMatrix4(r, smem, /*transposed=*/true);
 }
+inline uint32_t TransposeMatrix(uint32_t two) { return simt::TransposeMatrix(two); }
 template <typename T>
 void Multiply16x8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   simt::Multiply16x8<T>(c, a, b0, b1);
