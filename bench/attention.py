@@ -13,6 +13,9 @@ For each shape, S positions over all ranks, forward and (f+b) forward and backwa
     U       Ulysses in plain JAX: lax.all_to_all of heads, cuDNN, lax.all_to_all back; the sequence
             in its own order
     JU      jflux.ulysses_attention, the same
+    auto, JU zigzag         jflux.attention in zigzag order, in the form that it chooses, and with
+            form="ulysses" (list "ulysses")
+    own auto, own gather    the same in the sequence's own order, as it chooses, and keys gathered
     K       jflux.attention by its own kernels: with a window as long as the sequence, which cuDNN's
             parts do not take; K ring: the same around a ring
     TE, TE ring, FA3    Transformer Engine's and flash-attn3-jax's (bench/attention_peers.py), where
@@ -98,6 +101,7 @@ LISTS: dict[str, list[Case]] = {
         Case("32768, causal", 32768, 16, 4, True),
     ],
     "ulysses": [
+        Case("1 x 8192, 32 heads", 8192, 32, 8, True, brief=True),
         Case("1 x 32768, 32 heads", 32768, 32, 8, True, brief=True),
         Case("4 x 8192, 64 heads", 8192, 64, 8, True, batch=4, brief=True),
     ],
@@ -114,6 +118,13 @@ LISTS: dict[str, list[Case]] = {
     ],
 }
 HEADS = ("U", "JU")  # contestants that exchange heads
+#: Options of the forms that a call may take.
+CHOICES: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "JU zigzag": {"form": "ulysses"},
+    "own auto": {"layout": "contiguous"},
+    "own gather": {"layout": "contiguous", "form": "gather"},
+}
 SEQUENCE, PAIR = P(None, "cp"), P(None, None, "cp")
 
 
@@ -196,20 +207,22 @@ def contestants(case: Case, ranks: int) -> dict[str, Callable[..., jax.Array]]:
     """Of one rank's q and kv. A ring of one rank is none, and with a window cuDNN computes it."""
     if case.decode:
         return {"J": split(case)}
-    forward = {"J": split(case, ring=False)}
+    forward = {"J": split(case, form="gather")}
     if case.masked:
         forward["X"] = forward["J"]
     elif ranks > 1:
         if not case.brief:
-            forward["K"] = split(case, ring=False, window=case.positions)
+            forward["K"] = split(case, form="gather", window=case.positions)
         if not case.causal:
             forward["A"] = gathered(case)
         if case.groups % ranks == 0:
             forward |= {name: by_heads(case, name) for name in HEADS}
+            if case.brief:
+                forward |= {name: split(case, **options) for name, options in CHOICES.items()}
     if ranks > 1 and not case.brief:
-        forward["ring"] = split(case, ring=True)
+        forward["ring"] = split(case, form="ring")
         if not case.masked:
-            forward["K ring"] = split(case, ring=True, window=case.positions)
+            forward["K ring"] = split(case, form="ring", window=case.positions)
     both = {f"{name} f+b": with_gradients(f) for name, f in forward.items()}
     return {name: whole(f) for name, f in (forward | both).items()}
 
@@ -265,7 +278,7 @@ def _others(
     found = {}
     call = attention_peers.Call(case.batch, case.positions, case.width, case.causal)
     own = jax.shard_map(
-        split(case, ring=False), mesh=mesh, in_specs=(SEQUENCE, PAIR), out_specs=SEQUENCE,
+        split(case, form="gather"), mesh=mesh, in_specs=(SEQUENCE, PAIR), out_specs=SEQUENCE,
         check_vma=False,
     )  # fmt: skip
     for peer in others:
@@ -293,9 +306,12 @@ def measure(
     forms = contestants(case, ranks)
     for name in (name for name in HEADS if name in forms):
         error = max(error, check(case, by_heads(case, name), mesh, q, kv, zigzag=False))
+    for options in (CHOICES[name] for name in CHOICES if name in forms):
+        in_zigzag = "layout" not in options
+        error = max(error, check(case, split(case, **options), mesh, q, kv, zigzag=in_zigzag))
     if not case.decode and ranks > 1 and not case.brief:
         window = {} if case.masked else {"window": case.positions}
-        error = max(error, check(case, split(case, ring=False, **window), mesh, q, kv))
+        error = max(error, check(case, split(case, form="gather", **window), mesh, q, kv))
     if not error <= 2:
         raise RuntimeError(f"{case.name}: an error of {error:.3g} times its bound")
     iterations = trials.iterations_for(0.05, case.flops / ranks)
@@ -335,7 +351,7 @@ def measure(
 
 # ---- The table -----------------------------------------------------------------------------------
 
-FORMS = ("J", "ring", "A", "U", "JU", "K", "K ring", "X", "TE", "TE ring")
+FORMS = ("J", "ring", "A", "U", "JU", *CHOICES, "K", "K ring", "X", "TE", "TE ring")
 COLUMNS = tuple(c + both for both in ("", " f+b") for c in FORMS)
 ON_ONE = ("G", "FA3")
 DIVIDED = tuple(c + both for c in ON_ONE for both in ("", " f+b"))

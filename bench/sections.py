@@ -206,8 +206,10 @@ SECTIONS: dict[str, Section] = {
             "an all-gather and cuDNN, X is J in XLA's operations, G / N cuDNN on one GPU, divided "
             "by the ranks. `read` is the time in which a copy reads a rank's part of a cache, "
             "`error` in multiples of its bound. U is Ulysses in plain JAX (`lax.all_to_all` of "
-            "heads, cuDNN, and back), JU `jflux.ulysses_attention`. Empty fields do not apply or "
-            "were not timed."
+            "heads, cuDNN, and back), JU `jflux.ulysses_attention`. `auto` is the form that "
+            '`jflux.attention` chooses, and `JU zigzag` `form="ulysses"`, both in zigzag order; '
+            "`own auto` and `own gather` are in the sequence's own order. Empty fields do not "
+            "apply or were not timed."
         ),
         lambda result: filled_table(
             attention.HEADING.split(" | "),

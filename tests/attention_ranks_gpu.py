@@ -61,7 +61,7 @@ def attention(call: dict[str, Any], ranks: int, has_segments: bool) -> Any:
         return jflux.attention(
             q, k, v, axis_name="cp", causal=scores.causal, layout=call["layout"],
             window=scores.window, segment_ids=ids, scale=scores.scale, softcap=scores.softcap,
-            return_lse=True, ring=False,
+            return_lse=True, form="gather",
         )  # fmt: skip
 
     return jax.shard_map(

@@ -72,7 +72,7 @@ def cases(draw):
         batch=draw(st.integers(1, 2)), groups=groups, heads=groups * draw(st.integers(1, 3)),
         width=draw(st.sampled_from([1, 5, 16])), causal=draw(st.booleans()),
         window=draw(st.none() | st.tuples(st.integers(0, 40), st.integers(0, 40))),
-        segments=draw(st.booleans()), softcap=draw(st.none() | st.just(1.5)), ring=False,
+        segments=draw(st.booleans()), softcap=draw(st.none() | st.just(1.5)), form="gather",
         seed=draw(st.integers(0, 1000)),
     )  # fmt: skip
 
@@ -260,7 +260,7 @@ def test_what_takes_other_ways():
         return fused_calls(compiled_text(f, *arrays))
 
     assert all_gather_attention.OP in calls(call_of(two), *operands(two))
-    assert all_gather_attention.OP not in calls(call_of(two, ring=True), *operands(two))
+    assert all_gather_attention.OP not in calls(call_of(two, form="ring"), *operands(two))
     assert all_gather_attention.OP not in calls(call_of(one), *operands(one))
     with jax.enable_x64(True):
         ids = jnp.zeros((2, 12), jnp.int64)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +15,21 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _config, testing
+from jflux._call.forms import Call
+from jflux._call.plans import Machine
 from jflux._ops.attention import (
     _blockwise,
     _passes,
+    _sequence_form,
     _sinks,
     all_gather_attention,
-    attention,
     flash_attention,
 )
 
 pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="float64")
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
+FORMS = ("gather", "ring", "ulysses")
 SEQUENCE = P(None, "tp")
 
 
@@ -54,7 +58,7 @@ class Case:
     window: tuple[int, int] | None = None
     segments: bool = False
     softcap: float | None = None
-    ring: bool | None = None
+    form: str = "auto"
     seed: int = 0
     size: float = 1.0  # of queries and keys
 
@@ -91,7 +95,7 @@ class Case:
     ):
         """(o, l) of the sequence, from ranks that each have a part of it."""
         world, layout = self.world, self.layout
-        given = dict(causal=self.causal, window=self.window, softcap=self.softcap, ring=self.ring)
+        given = dict(causal=self.causal, window=self.window, softcap=self.softcap, form=self.form)
         given |= {"layout": layout, "return_lse": True, "axis_name": "tp"}
         arrays = [a for a in (q, k, v, ids) if a is not None]
         arrays = [jflux.reorder_for_causal(a, world, layout=layout) for a in arrays]
@@ -166,15 +170,16 @@ def check(case, f=None):
 def cases(draw):
     layout = draw(st.sampled_from(LAYOUTS))
     own = draw(st.integers(1, 13)) * (2 if layout == "zigzag" else 1)
-    groups = draw(st.integers(1, 3))
+    world, form = draw(st.integers(1, min(8, RANKS))), draw(st.sampled_from(FORMS))
+    groups = draw(st.sampled_from([world, 2 * world]) if form == "ulysses" else st.integers(1, 3))
     return Case(
-        world=draw(st.integers(1, min(8, RANKS))), own=own, layout=layout,
+        world=world, own=own, layout=layout, form=form,
         size=draw(st.sampled_from([1.0, 40.0])), batch=draw(st.integers(1, 2)),
         heads=groups * draw(st.integers(1, 2)),
         groups=groups, width=draw(st.integers(1, 9)), causal=draw(st.booleans()),
         window=draw(st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9))),
         segments=draw(st.booleans()), softcap=draw(st.none() | st.just(1.5)),
-        ring=draw(st.booleans()), seed=draw(st.integers(0, 99)),
+        seed=draw(st.integers(0, 99)),
     )  # fmt: skip
 
 
@@ -184,10 +189,10 @@ def test_attention_is_that_of_the_whole_sequence(case):
     check(case)
 
 
-@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_eight_ranks(layout, ring):
-    check(Case(world=min(8, RANKS), own=4, layout=layout, ring=ring))
+def test_eight_ranks(layout, form):
+    check(Case(world=min(8, RANKS), own=4, layout=layout, form=form, heads=8))
 
 
 def test_one_device_needs_no_mesh():
@@ -216,17 +221,17 @@ def test_a_query_without_keys_is_zero_and_has_no_gradient():
     np.testing.assert_allclose(dq[:, :4], np.repeat(k, 2, 2)[:, :4], rtol=1e-12)
 
 
-@pytest.mark.parametrize("ring", [False, True])
-def test_large_scores_do_not_overflow(ring):
+@pytest.mark.parametrize("form", ["gather", "ring"])
+def test_large_scores_do_not_overflow(form):
     """Nor do gradients."""
-    check(Case(world=2, own=12, ring=ring, size=300.0))
+    check(Case(world=2, own=12, form=form, size=300.0))
 
 
-@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("form", ["gather", "ring"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_nan_reaches_all_that_attend_to_it_and_nothing_else(ring, dtype):
+def test_a_nan_reaches_all_that_attend_to_it_and_nothing_else(form, dtype):
     """In o, l and the gradients of o: no rank takes it for a part without keys."""
-    case = Case(world=2, own=12, layout="contiguous", causal=False, ring=ring)
+    case = Case(world=2, own=12, layout="contiguous", causal=False, form=form)
     heads, group = np.s_[0, :, :2], np.s_[0, :, :1]  # which attend to it, and their keys'
     row = np.s_[0, 17, :1]
     # Of q, k and v: where o, l, dq, dk and dv are NaN.
@@ -271,22 +276,22 @@ def test_ranks_that_come_late():
             check(case)
 
 
-@pytest.mark.parametrize("ring", [False, True])
-def test_without_types_of_variation(ring):
-    case = Case(world=2, own=6, ring=ring, segments=True)
+@pytest.mark.parametrize("form", FORMS)
+def test_without_types_of_variation(form):
+    case = Case(world=2, own=6, form=form, segments=True)
     check(case, functools.partial(case.split, check_vma=False))
 
 
-@pytest.mark.parametrize("ring", [False, True])
-def test_keys_that_are_the_same_on_all_ranks_get_the_sum_of_gradients(ring):
-    case = Case(world=2, own=6, ring=ring, layout="contiguous", causal=False)
+@pytest.mark.parametrize("form", FORMS)
+def test_keys_that_are_the_same_on_all_ranks_get_the_sum_of_gradients(form):
+    case = Case(world=2, own=6, form=form, layout="contiguous", causal=False)
     q, k, v, _ = case.operands()
     k, v = k[:, :6], v[:, :6]
     mesh = make_mesh((2,))
 
     def split(q, k, v):
         f = functools.partial(
-            jflux.attention, axis_name="tp", causal=False, layout="contiguous", ring=ring
+            jflux.attention, axis_name="tp", causal=False, layout="contiguous", form=form
         )
         return jax.shard_map(f, mesh=mesh, in_specs=(SEQUENCE, P(), P()), out_specs=SEQUENCE)(
             q, k, v
@@ -347,7 +352,7 @@ def test_a_saved_result_is_not_computed_again():
 
 
 FORWARD = {
-    "gathered": {}, "ring": {"ring": True}, "one rank": {"world": 1},
+    "gathered": {}, "ring": {"form": "ring"}, "one rank": {"world": 1},
     "window, documents": {"window": (3, 0), "segments": True},
     "softcap": {"softcap": 1.5, "causal": False},
 }  # fmt: skip
@@ -401,7 +406,7 @@ def test_forward_mode(options, caplog):
 
 REFERENCE = {
     "zigzag": {"window": (7, 0), "segments": True},
-    "striped": {"layout": "striped", "ring": True, "softcap": 1.5},
+    "striped": {"layout": "striped", "form": "ring", "softcap": 1.5},
     "contiguous": {"layout": "contiguous", "causal": False, "segments": True, "size": 40.0},
     "one rank": {"world": 1, "own": 18, "window": (6, 0)},
 }
@@ -428,15 +433,15 @@ def test_the_reference_sums_in_float32(dtype):
     np.testing.assert_allclose(lse, want_lse, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("ring", [False, True])
-def test_ranks_of_vmap(ring):
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_of_vmap(form):
     """All on one device, as with `lax`'s collectives."""
-    case = Case(world=3, own=4, layout="contiguous", ring=ring)
+    case = Case(world=3, own=4, layout="contiguous", form=form, heads=6, groups=3)
     *arrays, _ = case.operands()
     parts = [np.stack(np.split(a, 3, 1)) for a in arrays]
     f = jax.vmap(
         functools.partial(
-            jflux.attention, axis_name="i", layout="contiguous", causal=True, ring=ring,
+            jflux.attention, axis_name="i", layout="contiguous", causal=True, form=form,
         ),
         axis_name="i",
     )  # fmt: skip
@@ -466,17 +471,18 @@ def test_an_axis_is_named_once():
         jflux.attention(q, q, q, axis_name="tp", heads_axis="tp", mesh=mesh)
 
 
-ALONG_HEADS = [(groups, ring, jflux) for groups in (1, 2, 4) for ring in (False, True)]
+ALONG_HEADS = [(groups, form, jflux) for groups in (1, 2, 4) for form in FORMS]
 
 
 @pytest.mark.parametrize(
-    ("groups", "ring", "module"), [*ALONG_HEADS, (1, False, jflux.reference)],
+    ("groups", "form", "module"),
+    [*ALONG_HEADS, *((2, form, jflux.reference) for form in ("gather", "ulysses"))],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )  # fmt: skip
-def test_heads_along_another_axis(groups, ring, module):
+def test_heads_along_another_axis(groups, form, module):
     if RANKS < 4:
         pytest.skip("four ranks")
-    case = Case(world=2, own=8, heads=4, groups=groups, segments=True, ring=ring)
+    case = Case(world=2, own=8, heads=4, groups=groups, segments=True, form=form)
     mesh = make_mesh((2, 2), ("tp", "heads"))
     both = P(None, ("tp", "heads"))
 
@@ -486,7 +492,7 @@ def test_heads_along_another_axis(groups, ring, module):
         def call(q, k, v, ids):
             return module.attention(
                 q, k, v, axis_name="tp", heads_axis="heads", causal=True, segment_ids=ids,
-                return_lse=True, ring=ring,
+                return_lse=True, form=form,
             )  # fmt: skip
 
         f = jax.shard_map(call, mesh=mesh, in_specs=(both,) * 4, out_specs=(both, both))
@@ -495,17 +501,18 @@ def test_heads_along_another_axis(groups, ring, module):
     check(case, split)
 
 
-def test_ranks_along_two_axes():
+@pytest.mark.parametrize("form", ["ring", "ulysses"])
+def test_ranks_along_two_axes(form):
     if RANKS < 4:
         pytest.skip("four ranks")
-    case = Case(world=4, own=4, ring=True)
+    case = Case(world=4, own=4, form=form)
     mesh = make_mesh((2, 2), ("a", "b"))
     both = P(None, ("b", "a"))
 
     def split(q, k, v, ids):
         f = jax.shard_map(
             functools.partial(
-                jflux.attention, axis_name=("b", "a"), causal=True, return_lse=True, ring=True
+                jflux.attention, axis_name=("b", "a"), causal=True, return_lse=True, form=form
             ),
             mesh=mesh, in_specs=(both,) * 3, out_specs=(both, both),
         )  # fmt: skip
@@ -549,14 +556,76 @@ def test_many_keys_go_around_a_ring(monkeypatch):
     case = Case(world=2, own=6)
     *arrays, ids = case.operands()
     assert "ppermute" not in str(jax.make_jaxpr(case.split)(*arrays, ids))
-    monkeypatch.setattr(attention, "MOST_GATHERED", 2 * 2 * 12 * 2 * 5 * 8 - 1)
+    monkeypatch.setattr(_sequence_form, "MOST_GATHERED", 2 * 2 * 12 * 2 * 5 * 8 - 1)
     assert "ppermute" in str(jax.make_jaxpr(case.split)(*arrays, ids))
 
 
+def chosen(
+    differentiated, batch=1, length=32768, heads=32, groups=8, width=128, ranks=4, causal=True,
+    kind="NVIDIA H200", form="auto", layout="zigzag", **others,
+):  # fmt: skip
+    """(reason, form) of a call of bfloat16."""
+    of = _blockwise.Scores(1.0, causal=causal)
+    params = _sequence_form.SplitCall(
+        form, ranks, layout, of, differentiated=differentiated, **others
+    )
+    shapes = ((batch, length // ranks, n, width) for n in (heads, groups))
+    call = Call([jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes], params)
+    plan, found = _sequence_form.choose(call, Machine("cuda", device_kind=kind))
+    return plan.reason, found
+
+
+OWN = {"layout": "contiguous"}
+
+
+@pytest.mark.parametrize(
+    ("call", "alone", "differentiated", "reason"),
+    [
+        # Timed with gradients: docs/experiments/0058. 32 heads over 8, and 64 over 8.
+        ({}, "gather", "ulysses", r"are exchanged \(Ulysses\): with gradients that"),
+        ({"length": 131072}, "gather", "ulysses", "on 4 ranks"),
+        ({"ranks": 2}, "gather", "gather", "put in order, .* from 4 ranks and 32768 positions"),
+        ({"length": 8192}, "gather", "gather", "keys and values are gathered: exchanged heads"),
+        ({"batch": 4, "length": 8192, "heads": 64}, "gather", "gather", "have to be put in order"),
+        ({"layout": "striped"}, "gather", "ulysses", "less time"),
+        (OWN, "ulysses", "ulysses", "in contiguous order the last of the ranks that gather"),
+        ({**OWN, "ranks": 2}, "ulysses", "ulysses", ""),
+        ({**OWN, "length": 8192}, "gather", "ulysses", ""),
+        ({**OWN, "length": 4096}, "gather", "gather", "from 262144 queries of all heads on"),
+        ({**OWN, "batch": 4, "length": 8192, "heads": 64, "ranks": 2}, "ulysses", "ulysses", ""),
+        ({**OWN, "kind": "NVIDIA H100 80GB HBM3"}, "ulysses", "ulysses", ""),
+        # What has not been timed.
+        ({"heads": 64}, "gather", "gather", "moves 1.12 times as much, and is taken up to 0.625"),
+        ({**OWN, "groups": 2, "ranks": 2}, "gather", "gather", "moves 4.25 times as much"),
+        ({**OWN, "kind": "NVIDIA A100-SXM4-80GB"}, "gather", "gather", "on H100 and H200 alone"),
+        ({**OWN, "width": 64}, "gather", "gather", "for 128 elements of a head and up to 4 ranks"),
+        ({**OWN, "ranks": 8}, "gather", "gather", "up to 4 ranks"),
+        ({**OWN, "ranks": 3}, "gather", "gather", "3 ranks do not split 32 heads over 8"),
+        ({**OWN, "causal": False}, "gather", "gather", "with a causal mask alone"),
+        ({**OWN, "why_no_cudnn": "there is a window"}, "gather", "gather", "there is a window"),
+        ({**OWN, "return_lse": True}, "gather", "gather", "without `heads_axis` and `return_lse`"),
+        ({**OWN, "along_heads": True}, "gather", "gather", "without `heads_axis`"),
+        ({**OWN, "processes": 2}, "gather", "gather", "in one process"),
+        # Too many keys, whatever else.
+        ({**OWN, "length": 1 << 20}, "ring", "ring", "gathered they have 4294967296 bytes, more"),
+        # What is asked for.
+        ({"form": "ulysses", "length": 64}, "ulysses", "ulysses", "ulysses is asked for"),
+        ({**OWN, "form": "gather"}, "gather", "gather", "gather is asked for"),
+        ({"form": "ring", "length": 64}, "ring", "ring", "ring is asked for"),
+    ],
+)  # fmt: skip
+def test_which_form(call, alone, differentiated, reason):
+    """A plain table: forward alone, and where JAX differentiates."""
+    assert chosen(False, **call)[1] == alone
+    said, form = chosen(True, **call)
+    assert form == differentiated
+    assert re.search(reason, said), said
+
+
 @pytest.mark.parametrize("type_", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
-@pytest.mark.parametrize("ring", [False, True])
-def test_segments_of_any_integers(type_, ring):
-    case = Case(world=2, own=10, segments=True, ring=ring)
+@pytest.mark.parametrize("form", ["gather", "ring"])
+def test_segments_of_any_integers(type_, form):
+    case = Case(world=2, own=10, segments=True, form=form)
     q, k, v, ids = case.operands()
     want = case.expected(q, k, v, ids)
     for x64, dtype, close in ((False, np.float32, 1e-5), (True, np.float64, 1e-12)):
@@ -580,10 +649,10 @@ def test_numbers_of_numpy():
     np.testing.assert_array_equal(jflux.attention(q, k, v, window=np.int64(3)), want)
 
 
-@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("form", ["gather", "ring"])
 @pytest.mark.parametrize("wide", [(1 << 31) - 1, (1 << 31) + 5, 1 << 40, (1 << 63) - 1])
-def test_windows_of_more_positions_than_there_are(wide, ring):
-    case = Case(world=2, own=6, causal=False, ring=ring)
+def test_windows_of_more_positions_than_there_are(wide, form):
+    case = Case(world=2, own=6, causal=False, form=form)
     *arrays, ids = case.operands()
     for window, same in (((wide, 2), (99, 2)), ((1, wide), (1, 99)), (wide, None)):
         got, want = (jax.jit(functools.partial(case.split, window=w))(*arrays, ids)
@@ -605,12 +674,12 @@ def test_numbers_that_are_not_known(name):
             jax.eval_shape(lambda x, f=f: f(**{name: x}), 0.5)
 
 
-@pytest.mark.parametrize("ring", [False, True])
-def test_padding_that_is_not_a_number(ring):
+@pytest.mark.parametrize("form", ["gather", "ring"])
+def test_padding_that_is_not_a_number(form):
     """In a segment of its own it reaches no other position, forward and backward, whatever its
     cotangents are. A value that is attended to reaches who does, and the gradients of what they
     attend to."""
-    case = Case(world=2, own=6, ring=ring)
+    case = Case(world=2, own=6, form=form)
     q, k, v, _ = case.operands()
     ids = np.repeat([[0, 1, 2], [0, 3, 3]], [3, 6, 3], axis=1)
     padding = (ids == 2)[..., None, None]
@@ -678,10 +747,11 @@ def test_a_sink_is_one_more_column_of_the_softmax(case):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("world", [n for n in (2, 3) if n <= RANKS])
-def test_a_sink_counts_once_and_not_once_on_each_rank(world, ring, check_vma):
-    check_sinks(Case(world=world, own=4, ring=ring, width=3), check_vma=check_vma)
+def test_a_sink_counts_once_and_not_once_on_each_rank(world, form, check_vma):
+    heads = {"heads": 2 * world, "groups": world}
+    check_sinks(Case(world=world, own=4, form=form, width=3, **heads), check_vma=check_vma)
 
 
 @pytest.mark.parametrize("segments", [False, True])
@@ -713,9 +783,9 @@ def test_sinks_under_vmap_and_remat(shared, policy):
 
 
 @pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("ring", [False, True])
-def test_forward_mode_of_sinks(ring, alone):
-    case = Case(world=2, own=4, width=3, ring=ring, window=(5, 0))
+@pytest.mark.parametrize("form", FORMS)
+def test_forward_mode_of_sinks(form, alone):
+    case = Case(world=2, own=4, width=3, form=form, window=(5, 0))
     *arrays, ids = case.operands()
     arrays = [jnp.asarray(a) for a in (*arrays, case.sinks())]
     rng = np.random.default_rng(1)
@@ -791,7 +861,7 @@ def test_padding_that_is_not_a_number_reaches_no_sink(module):
     np.testing.assert_allclose(jax.jit(run)(*spoilt), jax.jit(run)(q, k, v), rtol=1e-12)
 
 
-@pytest.mark.parametrize("way", ["gathered", "ring", "heads", "global", "reference"])
+@pytest.mark.parametrize("way", ["gather", "ring", "ulysses", "heads", "global", "reference"])
 @pytest.mark.parametrize(("queries", "keys"), [(3, 5), (4, 1)])
 @pytest.mark.parametrize("world", [n for n in (1, 2, 3) if n <= RANKS])
 def test_keys_of_another_sequence(world, queries, keys, way):
@@ -803,7 +873,9 @@ def test_keys_of_another_sequence(world, queries, keys, way):
     options = {"heads_axis" if way == "heads" else "axis_name": "tp", "return_lse": True}
     if way == "global":
         options["mesh"] = mesh
-    f = functools.partial(module.attention, ring=way == "ring", **options)
+    if way in FORMS:
+        options["form"] = way
+    f = functools.partial(module.attention, **options)
     if way != "global":
         f = jax.shard_map(f, mesh=mesh, in_specs=split, out_specs=split)
 
@@ -836,6 +908,7 @@ def test_keys_of_another_sequence(world, queries, keys, way):
         ({"k": np.zeros((1, 4, 2, 4), np.float32)}, TypeError, "must have one type"),
         ({"segment_ids": np.zeros((1, 5), int)}, ValueError, r"segment_ids must be \[B, S/N\]"),
         ({"segment_ids": np.zeros((1, 4))}, TypeError, "segment_ids must be integers"),
+        ({"form": "star"}, ValueError, "form='star' must be one of auto, gather, ring, ulysses"),
         ({"layout": "snake"}, ValueError, "must be one of contiguous, zigzag, striped"),
         ({"window": -1}, ValueError, "must be a number of positions, 0 or more"),
         ({"window": (1, 2, 3)}, ValueError, r"or two: \(left, right\)"),

@@ -85,30 +85,30 @@ def check(operands, world, *, return_lse=True, layout="zigzag", sinks=None, **op
         np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("form", ["gather", "ring"])
 @pytest.mark.parametrize("world", [n for n in (1, 2, 3) if n <= RANKS])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_sums_are_in_float32(dtype, world, ring):
-    check(drawn((1, 96, 4, 2, 32), dtype, world), world, causal=True, ring=ring)
+def test_sums_are_in_float32(dtype, world, form):
+    check(drawn((1, 96, 4, 2, 32), dtype, world), world, causal=True, form=form)
 
 
-@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("form", ["gather", "ring"])
 @pytest.mark.parametrize("world", [n for n in (2, 1, 3) if n <= RANKS])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float16])
 @pytest.mark.parametrize("of", [jnp.float32, jnp.bfloat16])
-def test_sinks(of, dtype, world, ring):
+def test_sinks(of, dtype, world, form):
     """Some take almost all weight, some almost none."""
     operands = drawn((1, 96 * world, 4, 2, 64), dtype, world)
     sinks = jnp.asarray([1.5, -2, 7, -20], of)
-    check(operands, world, causal=True, ring=ring, sinks=sinks)
+    check(operands, world, causal=True, form=form, sinks=sinks)
 
 
-@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("form", ["gather", "ring"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_large_scores_do_not_overflow(dtype, ring):
+def test_large_scores_do_not_overflow(dtype, form):
     """Some hundreds: float16 ends at the exponential of 11, float32 at that of 88."""
     q, k, v, do = drawn((1, 96, 4, 2, 32), dtype, 5)
-    check((100 * q, k, v, do), min(2, RANKS), causal=True, ring=ring)
+    check((100 * q, k, v, do), min(2, RANKS), causal=True, form=form)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -133,7 +133,7 @@ def test_windows_on_one_rank(op, causal):
 @pytest.mark.skipif(PLATFORM != "gpu", reason="cuDNN runs on GPUs")
 @pytest.mark.parametrize("sinks", [None, (0.5, -2.0, 3.0, 0.0, 1.0, -9.0, 8.0, 1.0)])
 @pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("form", ["gather", "ring"])
 @pytest.mark.parametrize(
     ("layout", "causal"), [("zigzag", True), ("contiguous", True), ("zigzag", False)]
 )
@@ -142,7 +142,7 @@ def test_windows_on_one_rank(op, causal):
     ("dtype", "width", "chunk"), [(jnp.bfloat16, 128, 128), (jnp.float16, 64, 192)]
 )
 def test_parts_by_cudnn(
-    monkeypatch, dtype, width, chunk, world, layout, causal, ring, return_lse, sinks
+    monkeypatch, dtype, width, chunk, world, layout, causal, form, return_lse, sinks
 ):
     called = []
     for name in ("forward", "backward"):
@@ -153,18 +153,20 @@ def test_parts_by_cudnn(
     shape = (2, 2 * chunk * world, 8, 2, width)
     with jflux.config(unchecked_kernels=True):
         check(
-            drawn(shape, dtype, world), world, causal=causal, layout=layout, ring=ring,
+            drawn(shape, dtype, world), world, causal=causal, layout=layout, form=form,
             return_lse=return_lse, sinks=None if sinks is None else jnp.array(sinks),
         )  # fmt: skip
-    in_one_call = not return_lse and sinks is None and (world == 1 or not (causal or ring))
-    own = return_lse and world > 1 and causal and not ring  # not one part of cuDNN's
+    in_one_call = (
+        not return_lse and sinks is None and (world == 1 or not (causal or form == "ring"))
+    )
+    own = return_lse and world > 1 and causal and form == "gather"  # not one part of cuDNN's
     assert bool(called) == (not in_one_call and not own)
 
 
-@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("form", ["gather", "ring"])
 @pytest.mark.parametrize("width", [64, 128, 256] if PLATFORM == "gpu" else [16])
 @pytest.mark.parametrize("world", [n for n in (2, 1, 4) if n <= RANKS])
-def test_padding_that_is_not_a_number(world, width, ring):
+def test_padding_that_is_not_a_number(world, width, form):
     """The same bits as of zeros there, in o and all gradients of the other segments."""
     length = 384 if PLATFORM == "gpu" else 48
     *arrays, do = drawn((2, length, 4, 2, width), jnp.bfloat16, 9)
@@ -174,7 +176,7 @@ def test_padding_that_is_not_a_number(world, width, ring):
     do = jnp.where(padding, 0, do)
     f = jax.shard_map(
         lambda q, k, v, ids: jflux.attention(
-            q, k, v, segment_ids=ids, axis_name="tp", causal=True, layout="contiguous", ring=ring
+            q, k, v, segment_ids=ids, axis_name="tp", causal=True, layout="contiguous", form=form
         ),
         mesh=make_mesh((world,)), in_specs=SEQUENCE, out_specs=SEQUENCE,
     )  # fmt: skip

@@ -882,7 +882,7 @@ def attentions_of_others(monkeypatch):
         attend = jax.shard_map(
             lambda q, k, v: jflux.attention(
                 q, k, v, axis_name=axis, causal=causal,
-                ring=options["context_parallel_strategy"] == "ring",
+                form=options["context_parallel_strategy"],
             ),
             mesh=mesh, in_specs=attention.SEQUENCE, out_specs=attention.SEQUENCE, check_vma=False,
         )  # fmt: skip
@@ -911,6 +911,13 @@ def attentions_of_others(monkeypatch):
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_the_forms_of_attention_are_timed_in_both_orders():
+    case = attention.Case("tiny", 32, 4, 2, True, width=8, brief=True)
+    names = {"J", *attention.HEADS, *attention.CHOICES}
+    assert set(attention.contestants(case, 2)) == names | {f"{name} f+b" for name in names}
+    assert "auto" not in attention.contestants(dataclasses.replace(case, brief=False), 2)
 
 
 @pytest.mark.slow

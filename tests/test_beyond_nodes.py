@@ -75,8 +75,8 @@ def products(indices, x, up, down, weights, exchange):
     return jflux.grouped_matmul_combine(h, down, handle, weights, axis_name="tp")
 
 
-def attended(q, k, v, ring):
-    return jflux.attention(q, k, v, axis_name="tp", causal=True, layout="contiguous", ring=ring)
+def attended(q, k, v, form):
+    return jflux.attention(q, k, v, axis_name="tp", causal=True, layout="contiguous", form=form)
 
 
 def decoded(q, k, v, lengths):
@@ -124,8 +124,8 @@ CASES = {
         functools.partial(products, exchange="dispatch"),
         drawn((T, H), (local, H, F), (local, F, H), (T, K)), None,
     ),
-    "attention, gather": (functools.partial(attended, ring=False), of_attention, None),
-    "attention, ring": (functools.partial(attended, ring=True), of_attention, None),
+    "attention, gather": (functools.partial(attended, form="gather"), of_attention, None),
+    "attention, ring": (functools.partial(attended, form="ring"), of_attention, None),
     "decode_merge": (decoded, of_decoding, Path.DECOMPOSED),
 }  # fmt: skip
 

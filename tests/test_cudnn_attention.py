@@ -17,10 +17,18 @@ from test_attention import LAYOUTS, Case, check, plain_with_sinks, weights_of
 import jflux
 import jflux.nn
 from jflux import _config
-from jflux._call import explain
-from jflux._ops.attention import _chunk_calls, _cudnn, _cudnn_by_chunks, _one_device, _passes
+from jflux._call import explain, plans
+from jflux._ops.attention import (
+    _chunk_calls,
+    _cudnn,
+    _cudnn_by_chunks,
+    _one_device,
+    _passes,
+    _sequence_form,
+)
 from jflux._ops.attention._blockwise import Scores
-from jflux._ops.attention.sequence_layouts import causal_positions
+from jflux._ops.attention.sequence_layouts import causal_positions, in_ranks, in_sequence
+from jflux._ranks import meshes
 
 pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="float64")
 
@@ -82,7 +90,7 @@ def calls(monkeypatch):
 
 def without_lse(case, mesh=None, **options):
     """o of the sequence, from ranks that each have a part of it."""
-    given = dict(causal=case.causal, layout=case.layout, ring=case.ring, axis_name="tp")
+    given = dict(causal=case.causal, layout=case.layout, form=case.form, axis_name="tp")
     f = jax.shard_map(
         lambda sinks, *arrays: jflux.attention(*arrays, sinks=sinks, **given),
         mesh=mesh or make_mesh((case.world,)), in_specs=(P(), *[P(None, "tp")] * 3),
@@ -122,7 +130,8 @@ def cases(draw):
         world=draw(st.sampled_from([n for n in (1, 2, 3, 4) if n <= RANKS])), layout=layout,
         own=draw(st.integers(1, 7)) * (2 if layout == "zigzag" else 1), causal=causal,
         batch=draw(st.integers(1, 2)), heads=groups * draw(st.integers(1, 2)), groups=groups,
-        width=draw(st.integers(1, 9)), ring=draw(st.booleans()), seed=draw(st.integers(0, 99)),
+        width=draw(st.integers(1, 9)), form=draw(st.sampled_from(["gather", "ring"])),
+        seed=draw(st.integers(0, 99)),
     )  # fmt: skip
 
 
@@ -134,17 +143,17 @@ def test_attention_is_that_of_the_whole_sequence(calls, case):
     assert {call[0] for call in calls} == {"forward", "backward"}
 
 
-@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("form", ["gather", "ring"])
 @pytest.mark.parametrize(("layout", "causal"), TAKEN)
-def test_eight_ranks(calls, layout, causal, ring):
-    check_without_lse(Case(world=min(8, RANKS), own=4, layout=layout, causal=causal, ring=ring))
+def test_eight_ranks(calls, layout, causal, form):
+    check_without_lse(Case(world=min(8, RANKS), own=4, layout=layout, causal=causal, form=form))
     assert {call[0] for call in calls} == {"forward", "backward"}
 
 
-@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("form", ["gather", "ring"])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_gradients_of_the_log_sum_exp_are_those_of_blocks(calls, layout, ring):
-    check(Case(world=min(3, RANKS), own=6, layout=layout, ring=ring))
+def test_gradients_of_the_log_sum_exp_are_those_of_blocks(calls, layout, form):
+    check(Case(world=min(3, RANKS), own=6, layout=layout, form=form))
     assert {call[0] for call in calls} == {"forward"}
 
 
@@ -171,12 +180,12 @@ def of_sinks(f, case):
     return run(f), run(lambda *a: plain_with_sinks(*a, case.mask(None))[0])
 
 
-@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("form", ["gather", "ring"])
 @pytest.mark.parametrize(("layout", "causal"), TAKEN)
 @pytest.mark.parametrize("world", [n for n in (3, 1) if n <= RANKS])
-def test_sinks_need_nothing_of_cudnn(calls, world, layout, causal, ring):
+def test_sinks_need_nothing_of_cudnn(calls, world, layout, causal, form):
     """Its backward pass is given o and the log-sum-exp with sinks."""
-    case = Case(world=world, own=4, layout=layout, causal=causal, ring=ring, width=3)
+    case = Case(world=world, own=4, layout=layout, causal=causal, form=form, width=3)
     results = of_sinks(without_lse(case), case)
     for one, other in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
@@ -220,10 +229,10 @@ def test_sinks_that_no_kernel_takes_are_a_warning(one_device, monkeypatch, caplo
     assert said.startswith("jflux.attention takes its lax reference: one call of cuDNN takes no")
 
 
-@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("form", ["gather", "ring"])
 @pytest.mark.parametrize("wrap", ["remat", "scan", "vmap", "saved by name", "no types"])
-def test_transforms(calls, wrap, ring):
-    case = Case(world=2, own=6, batch=1, ring=ring)
+def test_transforms(calls, wrap, form):
+    case = Case(world=2, own=6, batch=1, form=form)
     named = jax.checkpoint_policies.save_only_these_names(_passes.ATTENTION)
 
     def wrapped(f):
@@ -243,12 +252,12 @@ def test_transforms(calls, wrap, ring):
     check_without_lse(case, f, wrapped)
 
 
-@pytest.mark.parametrize("ring", [False, True])
-def test_keys_that_are_the_same_on_all_ranks_get_the_sum_of_gradients(calls, ring):
-    case = Case(world=2, own=6, ring=ring, causal=False, layout="contiguous")
+@pytest.mark.parametrize("form", ["gather", "ring"])
+def test_keys_that_are_the_same_on_all_ranks_get_the_sum_of_gradients(calls, form):
+    case = Case(world=2, own=6, form=form, causal=False, layout="contiguous")
     q, k, v, _ = case.operands()
     f = jax.shard_map(
-        functools.partial(jflux.attention, axis_name="tp", layout="contiguous", ring=ring),
+        functools.partial(jflux.attention, axis_name="tp", layout="contiguous", form=form),
         mesh=make_mesh((2,)), in_specs=(P(None, "tp"), P(), P()), out_specs=P(None, "tp"),
     )  # fmt: skip
 
@@ -289,6 +298,163 @@ def test_queries_that_differ_along_another_axis(calls):
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
     assert calls
+
+
+# ---- Heads that are exchanged where JAX differentiates -------------------------------------------
+
+
+def heads_if_differentiated(call, machine):
+    """In place of `_sequence_form.choose`, for calls that leave their form open."""
+    return plans.decomposed(""), "ulysses" if call.params.differentiated else "gather"
+
+
+@pytest.fixture
+def exchanges(calls, monkeypatch):
+    monkeypatch.setattr(_sequence_form, "choose", heads_if_differentiated)
+    return calls
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("world", "groups"), [(2, 2), (2, 1), (4, 4), (4, 2)])
+def test_exchanged_heads(exchanges, layout, world, groups):
+    if world > RANKS:
+        pytest.skip("four ranks")
+    case = Case(world=world, own=4, layout=layout, groups=groups, width=3)
+    check_without_lse(case)
+    one = (case.batch, case.length, case.length, True)
+    assert exchanges == [("forward", *one), ("backward", *one)]
+
+
+def test_forward_alone_gathers(exchanges):
+    case = Case(world=2, own=6)
+    *arrays, ids = case.operands()
+    f = jax.jit(without_lse(case))
+    np.testing.assert_allclose(f(*arrays), case.expected(*arrays, ids)[0], rtol=1e-9, atol=1e-10)
+    assert [call[2:4] for call in exchanges] == [(3, 3), (3, 6), (3, 3)]
+    assert "all_to_all" not in str(jax.make_jaxpr(f)(*arrays))
+
+
+@pytest.mark.parametrize(
+    "wrap", ["remat", "saved by name", "scan", "vmap", "no types", "jit", "global arrays"]
+)
+def test_transforms_of_exchanged_heads(exchanges, wrap):
+    case = Case(world=2, own=4, batch=1, width=3)
+    named = jax.checkpoint_policies.save_only_these_names(_passes.ATTENTION)
+    wraps = {
+        "remat": jax.checkpoint,
+        "saved by name": functools.partial(jax.checkpoint, policy=named),
+        "scan": lambda f: lambda q, k, v: jax.lax.scan(
+            lambda q, _: (f(q, k, v), None), q, None, length=2
+        )[0],
+        "vmap": lambda f: lambda *a: jnp.sum(
+            jax.vmap(f)(*(jnp.stack([x, 2 * x]) for x in a)), 0
+        ),
+        "jit": jax.jit,
+    }  # fmt: skip
+
+    def on_global_arrays(q, k, v):
+        arrays = [jflux.reorder_for_causal(a, 2) for a in (q, k, v)]
+        o = jflux.attention(*arrays, axis_name="tp", causal=True, mesh=make_mesh((2,)))
+        return jflux.restore_order(o, 2)
+
+    f = without_lse(case, check_vma=wrap != "no types")
+    if wrap == "global arrays":
+        f = on_global_arrays
+    check_without_lse(case, f, wraps.get(wrap, lambda f: f))
+    assert ("backward", *exchanges[-1][1:]) == exchanges[-1]
+    kept = sum(name == "forward" and length == case.length for name, _, length, *_ in exchanges)
+    assert kept >= 1
+
+
+def test_a_policy_saves_the_results_of_exchanged_heads(exchanges):
+    """Attention is not computed again: as many products as without `checkpoint`."""
+    case = Case(world=2, own=4, batch=1, width=3)
+    policy = jax.checkpoint_policies.save_only_these_names(_passes.ATTENTION)
+    *arrays, _ = case.operands()
+
+    def products(wrap):
+        f = wrap(without_lse(case))
+        text = str(jax.make_jaxpr(jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a)))))(*arrays))
+        return text.count("dot_general")
+
+    saved = products(functools.partial(jax.checkpoint, policy=policy))
+    assert saved == products(lambda f: f) < products(jax.checkpoint)
+
+
+def test_sinks_of_exchanged_heads(exchanges):
+    """Each rank has those of its heads, and the gradient is of all."""
+    case = Case(world=2, own=4, width=3)
+    for one, other in zip(
+        *map(jax.tree.leaves, of_sinks(without_lse(case), case)), strict=True
+    ):  # fmt: skip
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
+    assert [call[2] for call in exchanges] == [8, 8]
+
+
+@pytest.mark.parametrize("moving", [(0, 1, 2), (1,)])
+def test_forward_mode_of_exchanged_heads(exchanges, moving):
+    case = Case(world=2, own=4, width=3)
+    *arrays, ids = case.operands()
+    rng = np.random.default_rng(1)
+    tangents = [rng.standard_normal(arrays[i].shape) for i in moving]
+
+    def moved(f):
+        def of(*some):
+            return f(*(some[moving.index(i)] if i in moving else a for i, a in enumerate(arrays)))
+
+        return jax.jit(lambda: jax.jvp(of, [arrays[i] for i in moving], tangents))()
+
+    got, want = moved(without_lse(case)), moved(lambda *a: case.expected(*a, ids)[0])
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
+
+
+def test_second_derivatives_of_exchanged_heads(exchanges):
+    case = Case(world=2, own=2, batch=1, heads=2, width=2)
+    *arrays, ids = case.operands()
+
+    def curvature(f):
+        def slope(q):
+            return jax.grad(lambda q: jnp.sum(jnp.sin(f(q, *arrays[1:]))))(q)
+
+        return jax.jit(lambda q: jax.jvp(slope, [q], [jnp.cos(q)])[1])(arrays[0])
+
+    got, want = curvature(without_lse(case)), curvature(lambda *a: case.expected(*a, ids)[0])
+    np.testing.assert_allclose(got, want, rtol=1e-8, atol=1e-9)
+
+
+def test_gpus_exchange_heads_with_gradients_and_say_why(monkeypatch):
+    """On devices that have been timed; nothing runs."""
+    monkeypatch.setattr(meshes, "platform", lambda: "gpu")
+    monkeypatch.setattr(meshes, "device_kind", lambda: "NVIDIA H200")
+    monkeypatch.setattr(_cudnn, "_why_not_here", lambda q, k: None)
+    ranks = min(4, RANKS)
+    spec = P(None, "tp")
+    q, k = (jax.ShapeDtypeStruct((1, 32768, heads, 128), jnp.bfloat16) for heads in (32, 8))
+
+    def traced(layout, form="auto", gradients=True):
+        f = jax.shard_map(
+            functools.partial(
+                jflux.attention, axis_name="tp", causal=True, layout=layout, form=form
+            ),
+            mesh=make_mesh((ranks,)), in_specs=(spec,) * 3, out_specs=spec,
+        )  # fmt: skip
+        if gradients:
+            f = jax.grad(lambda *a, f=f: jnp.sum(f(*a).astype(jnp.float32)))
+        with _config.override(recorder=(told := explain._Recorder())):
+            jaxpr = str(jax.make_jaxpr(f)(q, k, k))
+        (reason,) = {c.plan.reason for c in told.calls if c.op == "attention"}
+        return jaxpr, reason
+
+    jaxpr, reason = traced("contiguous")
+    assert "all_to_all" in jaxpr and reason.startswith("heads are exchanged (Ulysses): in contig")
+    jaxpr, reason = traced("contiguous", "gather")
+    assert "all_to_all" not in jaxpr and reason == "gather is asked for"
+    jaxpr, reason = traced("zigzag", gradients=False)
+    assert "all_to_all" not in jaxpr
+    if ranks == 4:
+        assert reason == "keys and values are gathered: without gradients that takes less time"
+        assert "all_to_all" in traced("zigzag")[0]
 
 
 # ---- Chunks --------------------------------------------------------------------------------------
@@ -341,11 +507,13 @@ def test_zigzag_ranks_compute_the_same_and_nothing_else(calls):
     ]  # fmt: skip
 
 
-def test_orders_of_the_sequence():
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_orders_of_the_sequence(layout):
     ranks, length = 3, 12
-    at = causal_positions(length, ranks)[None]
-    np.testing.assert_array_equal(_cudnn_by_chunks.in_sequence(at, ranks, 2)[0], np.arange(length))
-    np.testing.assert_array_equal(_cudnn_by_chunks.in_ranks(np.arange(length)[None], ranks, 2), at)
+    at = causal_positions(length, ranks, layout=layout)[None]
+    in_order = np.arange(length)[None]
+    np.testing.assert_array_equal(in_sequence(at, ranks, layout), in_order)
+    np.testing.assert_array_equal(in_ranks(in_order, ranks, layout), at)
 
 
 # ---- What cuDNN takes ----------------------------------------------------------------------------
@@ -509,12 +677,14 @@ def test_operands_of_jaxs_primitives(monkeypatch, causal, in_axes):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("form", ["gather", "ring", "auto"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_lowers_to_cudnns_calls(monkeypatch, dtype, ring):
+def test_lowers_to_cudnns_calls(monkeypatch, dtype, form):
     """For CUDA, without a GPU: the operands of JAX's primitives are as they want them."""
     monkeypatch.setattr(_cudnn, "why_not", lambda q, k, length: None)
-    case = Case(world=2, own=128, heads=4, groups=2, width=64, ring=ring)
+    if form == "auto":
+        monkeypatch.setattr(_sequence_form, "choose", heads_if_differentiated)
+    case = Case(world=2, own=128, heads=4, groups=2, width=64, form=form)
     f = without_lse(case)
 
     @jax.checkpoint
@@ -531,3 +701,4 @@ def test_lowers_to_cudnns_calls(monkeypatch, dtype, ring):
     with jflux.config(strict=False):  # the mesh's devices are CPUs, so gathers are lax's
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "@__cudnn$fmhaSoftmax(" in text and "@__cudnn$fmhaSoftmaxBackward(" in text
+    assert ("all_to_all" in text) == (form == "auto")

@@ -212,7 +212,7 @@ def test_grouped_products(gated):
     assert jflux.flops(batch, jnp.stack([x] * 5), ws) == 5 * (1 + gated) * ONE
 
 
-@pytest.mark.parametrize("options", [{"ring": False}, {"ring": True}, {"layout": "striped"}])
+@pytest.mark.parametrize("options", [{"form": "gather"}, {"form": "ring"}, {"layout": "striped"}])
 def test_attention_counts_all_pairs(options):
     """Forward two products of each pair, backward five."""
     q, k = jnp.ones((2, 4 * RANKS, 4, 8)), jnp.ones((2, 4 * RANKS, 2, 8))

@@ -159,7 +159,7 @@ BASIC = {
         (_normal(8, 6), _normal(6)),
     ),
     "ring with a window": (
-        lambda q: jflux.attention(q, q, q, axis_name="tp", causal=True, ring=True, window=3),
+        lambda q: jflux.attention(q, q, q, axis_name="tp", causal=True, form="ring", window=3),
         (COLUMNS,),
         COLUMNS,
         (_normal(1, 8, 2, 4),),

@@ -11,7 +11,8 @@ whose lowering is the first program and whose transpose is the second one.
     jflux_tangents -- transpose --> backward(what is kept, cotangents)
     primitive -- transpose -->    backward, of an op that is linear in some of its operands
 
-An op that is no primitive but a function of other ops has the first two: see `differentiated`.
+An op that is no primitive but a function of other ops has the first two: see `differentiated`. One
+that computes in another way where it is differentiated: see `if_differentiated`.
 """
 
 from __future__ import annotations
@@ -427,11 +428,41 @@ def differentiated(
     call.defjvp(jvp, symbolic_zeros=True)
 
     def aligned(params: Any, *operands: Any) -> Sequence[Any]:
-        leaves, structure = jax.tree.flatten(operands)
-        leaves = meshes.vary_together(meshes.axes_of(axes(params)), *leaves)
-        return call(params, *jax.tree.unflatten(structure, leaves))
+        return call(params, *_aligned(axes(params), operands))
 
     return aligned
+
+
+def if_differentiated(
+    function: Callable[..., Sequence[Any]],
+    instead: Callable[..., Sequence[Any]],
+    axis_name: meshes.AxisName | None,
+) -> Callable[..., Sequence[Any]]:
+    """`function`, and `instead` where JAX differentiates the call, in either mode. Both compute the
+    same, and `instead` has derivatives.
+
+    Args:
+      function, instead: ``(*operands) -> results``, as :func:`differentiated` takes them.
+      axis_name: the mesh axes of the call; operands are cast as there.
+    """
+
+    @jax.custom_jvp
+    def call(*operands: Any) -> Sequence[Any]:
+        return tuple(function(*operands))
+
+    def jvp(operands: Sequence[Any], given: Sequence[Any]) -> Any:
+        given = [None if _is_nothing(t) else t for t in given]
+        return jvp_of_moved(lambda *all_: tuple(instead(*all_)), operands, given)
+
+    call.defjvp(jvp, symbolic_zeros=True)
+    return lambda *operands: call(*_aligned(axis_name, operands))
+
+
+def _aligned(axis_name: meshes.AxisName | None, operands: Any) -> Any:
+    """Operands that vary over the axes of a call, and alike."""
+    leaves, structure = jax.tree.flatten(operands)
+    leaves = meshes.vary_together(meshes.axes_of(axis_name), *leaves)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _is_nothing(tangent: Any) -> bool:

@@ -311,6 +311,12 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def device_kind() -> str:
+    """The name of these devices' model, such as "NVIDIA H200"."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return str((jax.devices()[0] if device is None else device).device_kind)
+
+
 def belongs_here(mesh: Mesh) -> bool:
     """Whether the mesh's devices belong to this program, and not to a topology
     (``jax.experimental.topologies``) that it compiles or exports for."""

@@ -11,6 +11,7 @@ import numpy as np
 
 import jflux
 
+from .._ops.attention._sequence_form import splits_heads
 from . import calls
 from .cases import Case, Data, Output, Place, exchanged_by
 
@@ -65,7 +66,7 @@ def _heads(rng: random.Random, place: Place) -> tuple[int, int, int, Any]:
 
 
 def attention(rng: random.Random, place: Place) -> Case:
-    """Over a sequence in any layout, with any mask, gathered or around a ring."""
+    """Over a sequence in any layout, with any mask, in any form."""
     heads, groups, width, dtype = _heads(rng, place)
     width += rng.choice([0, 0, 8]) if width < 256 else 0
     batch, world, name = rng.choice([1, 2]), place.world, place.axis_name
@@ -73,13 +74,16 @@ def attention(rng: random.Random, place: Place) -> Case:
     layout: Any = rng.choice(["zigzag", "striped", "contiguous"])
     causal, softcap = rng.random() < 0.6, rng.choice([None, None, 5.0])
     window = rng.choice([None, None, (rng.randrange(2 * own), rng.randrange(2 * own))])
-    documents, ring = rng.choice([0, 0, 3]), rng.choice([None, None, False, True])
+    documents = rng.choice([0, 0, 3])
+    form: Any = rng.choice(["auto", "auto", "gather", "ring"])
+    if splits_heads(heads, groups, world) and rng.random() < 0.25:
+        form = "ulysses"
 
     def body(q: Any, k: Any, v: Any, *ids: Any) -> Any:
         return _finite(
             jflux.attention(
                 q, k, v, axis_name=name, causal=causal, layout=layout, window=window,
-                segment_ids=ids[0] if ids else None, softcap=softcap, return_lse=True, ring=ring,
+                segment_ids=ids[0] if ids else None, softcap=softcap, return_lse=True, form=form,
             )
         )  # fmt: skip
 
@@ -115,7 +119,7 @@ def attention(rng: random.Random, place: Place) -> Case:
     return place.case(
         "attention",
         f"attention [{batch}, {own}, {heads}, {width}] on {groups} {np.dtype(dtype).name} "
-        f"{layout} {causal=} {window=} {softcap=} {documents} documents, {ring=}",
+        f"{layout} {causal=} {window=} {softcap=} {documents} documents, {form=}",
         body,
         make,
     )

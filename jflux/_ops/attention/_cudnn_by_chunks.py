@@ -110,25 +110,6 @@ def backward(
     return jnp.concatenate(sums, 1), of_own, dk, dv
 
 
-# ---- The order of the sequence -------------------------------------------------------------------
-
-
-def in_sequence(a: jax.Array, ranks: int, chunks: int) -> jax.Array:
-    """[B, S, ...] in the order of the sequence, for an array in the order of ranks."""
-    if chunks == 1:
-        return a
-    pairs = a.reshape(a.shape[0], ranks, 2, -1, *a.shape[2:])
-    return jnp.concatenate([pairs[:, :, 0], pairs[:, ::-1, 1]], 1).reshape(a.shape)
-
-
-def in_ranks(a: jax.Array, ranks: int, chunks: int) -> jax.Array:
-    """Undoes :func:`in_sequence`."""
-    if chunks == 1:
-        return a
-    halves = a.reshape(a.shape[0], 2, ranks, -1, *a.shape[2:])
-    return jnp.stack([halves[:, 0], halves[:, 1, ::-1]], 2).reshape(a.shape)
-
-
 # ---- Chunks --------------------------------------------------------------------------------------
 
 

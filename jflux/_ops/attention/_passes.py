@@ -40,6 +40,7 @@ from ._split_sequence import (
     key_positions,
     scattered,
 )
+from .sequence_layouts import Layout, in_ranks, in_sequence
 
 #: The name of the result and of its log-sum-exp for
 #: ``jax.checkpoint_policies.save_only_these_names``.
@@ -125,8 +126,13 @@ def _in_sequence(params: Params, k: jax.Array, v: jax.Array) -> tuple[jax.Array,
     calls = calls.at(params.rank)
     if params.ranks > 1:
         gathered = gather_keys(params, k, v)
-        k, v = (_cudnn_by_chunks.in_sequence(a, params.ranks, calls.chunks) for a in gathered)
+        k, v = (in_sequence(a, params.ranks, _order(params, calls)) for a in gathered)
     return k, v, calls
+
+
+def _order(params: Params, calls: _chunk_calls.ChunkCalls) -> Layout:
+    """In which gathered keys come. Where calls are over all of them that is as good as any."""
+    return "contiguous" if calls.chunks == 1 else params.layout
 
 
 def _cudnn_gathered(params: Params, q: Any, k: Any, v: Any, segments: Any, *_: Any) -> Results:
@@ -142,7 +148,9 @@ def _cudnn_gathered_backward(
     dq, of_own, *d_keys = _cudnn_by_chunks.backward(
         q, (k, v), all_k, all_v, calls, params.scores.scale, o, lse, do
     )
-    d_keys = [_cudnn_by_chunks.in_ranks(a, params.ranks, calls.chunks) for a in d_keys]
+    if of_own is not None and not calls.unmasked:  # one rank's
+        return dq, *of_own
+    d_keys = [in_ranks(a, params.ranks, _order(params, calls)) for a in d_keys]
     d_keys = scattered(params, *d_keys)
     return dq, *(d_keys if of_own is None else (d + o for d, o in zip(d_keys, of_own, strict=True)))
 

@@ -1,5 +1,5 @@
-"""Exact attention over a sequence that is split over ranks, by gathering keys and values or by
-passing them around a ring."""
+"""Exact attention over a sequence that is split over ranks: keys and values are gathered, or go
+around a ring, or heads are exchanged."""
 
 from __future__ import annotations
 
@@ -13,53 +13,12 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
-from .._epilogue import sum_dtype
-from ..collectives.exchange import (
-    all_gather,
-    all_gather_reference,
-    all_to_all,
-    all_to_all_reference,
-)
-from . import _sinks, ulysses_attention
-from ._blockwise import Scores, default_precision
-from ._checks import check, check_heads, is_cross, scale_of, softcap_of, window_of
-from ._forms import one_call, passes_of
-from ._passes import attend, attend_reference
-from ._split_sequence import Params
-from .sequence_layouts import Layout, check_layout, check_length
-
-_OP = "jflux.attention"
-#: Bytes of gathered keys and values from which on they are passed around a ring instead.
-MOST_GATHERED = 1 << 30
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The options of a call, as :func:`attention` takes them.
-
-    Attributes:
-      is_reference: whether it runs in XLA's operations alone.
-    """
-
-    axis_name: AxisName | None = None
-    heads_axis: AxisName | None = None
-    causal: bool = False
-    layout: Layout = "zigzag"
-    window: int | tuple[int, int] | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    return_lse: bool = False
-    ring: bool | None = None
-    mesh: Mesh | AbstractMesh | None = None
-    q_spec: PartitionSpec | None = None
-    is_reference: bool = False
-
-    def scores(self, q: jax.Array) -> Scores:
-        """Of queries with these options."""
-        return Scores(
-            scale_of(_OP, self.scale, q.shape[3]), softcap_of(_OP, self.softcap),
-            bool(self.causal), window_of(_OP, self.window),
-        )  # fmt: skip
+from . import _sequence_form, _sinks
+from ._checks import check, is_cross
+from ._over_ranks import OP as _OP
+from ._over_ranks import AttentionOptions, attend_over_ranks
+from ._sequence_form import SequenceForm
+from .sequence_layouts import Layout, check_layout
 
 
 class Options(TypedDict, total=False):
@@ -74,7 +33,7 @@ class Options(TypedDict, total=False):
     sinks: Any
     scale: float | None
     softcap: float | None
-    ring: bool | None
+    form: SequenceForm
     mesh: Mesh | AbstractMesh | None
     q_spec: PartitionSpec | None
 
@@ -105,7 +64,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
-    ring: bool | None = None,
+    form: SequenceForm = "auto",
     mesh: Mesh | AbstractMesh | None = None,
     q_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -124,15 +83,28 @@ def attention(
     position has o = 0 and l = -inf. With `sinks` the sum in l_i has one term more, exp(sinks_h),
     for which o_i has none.
 
-    Keys and values are gathered once, with all of their G heads. With ``ring=True``, and by default
-    if the gathered ones take more than 1 GiB on a rank, they go around a ring: a rank computes with
-    one part while the next one arrives (Ring Attention, arXiv 2310.01889). The backward pass moves
-    them again in the same way, and sums their gradients on their owner in a fixed order, in
-    float32. Between the passes a rank keeps only its own parts of q, k and v, o and l.
+    `form` says what travels:
+
+    - "gather": keys and values, once, with all of their G heads.
+    - "ring": keys and values around a ring, where a rank computes with one part while the next one
+      arrives (Ring Attention, arXiv 2310.01889). A rank holds one peer's keys at a time.
+    - "ulysses": heads, as in :func:`jflux.ulysses_attention`: each rank attends with its share of
+      them to the whole sequence, which is put in order first, and o travels back. The ranks must
+      divide H, and divide G or be a multiple of it.
+    - "auto": a ring if gathered keys and values take more than 1 GiB on a rank. Otherwise heads,
+      where that has been timed to take less: causal, by cuDNN, on 2 to 4 H100 or H200 of one
+      process, with heads of 128 elements; in "contiguous" order (long calls, and shorter ones that
+      are differentiated), and in the other orders where the call is differentiated, from 4 ranks
+      and 32768 positions on. Otherwise keys and values are gathered. :func:`jflux.explain` says
+      which, and why; docs/experiments/0058 has the times.
+
+    The backward pass moves in the same way as the forward pass. Gradients of keys that travel are
+    summed on their owner in a fixed order, in float32. Between the passes a rank keeps only its own
+    parts of q, k and v, o and l; of exchanged heads, the whole sequence of its heads of these.
 
     With `heads_axis` the sequence is split over both, `axis_name` first: heads move along
-    `heads_axis` as in :func:`jflux.ulysses_attention`, and keys and values along `axis_name` (a
-    fast axis inside, a slow one outside: arXiv 2405.07719).
+    `heads_axis` as in :func:`jflux.ulysses_attention`, and `form` is about `axis_name` (a fast axis
+    inside, a slow one outside: arXiv 2405.07719).
 
     Reverse mode works everywhere. Forward mode computes the result a second time, with its
     tangents, in XLA's operations. A call that is one call of cuDNN (below) has no forward mode,
@@ -145,8 +117,8 @@ def attention(
     - cuDNN, without `window`, `segment_ids`, `softcap` and causal "striped" order, for heads of a
       multiple of 8 elements, up to 128, and parts of a multiple of 64 positions; gradients only
       without `return_lse`. It is one call where ``jax.nn.dot_product_attention`` means the same
-      (one rank, or no mask at all, and no `sinks`), and otherwise a few calls whose results are
-      merged.
+      (one rank, or no mask at all, and no `sinks`), or where jflux chooses to exchange heads, and
+      otherwise a few calls whose results are merged.
     - jflux's kernels, on Hopper GPUs, for heads of up to 256 elements. Gathered keys arrive while
       the kernel computes.
     - XLA's products, in blocks, which take several times as long (docs/experiments/0037, 0045, 0047
@@ -176,7 +148,7 @@ def attention(
       softcap: c, as above (arXiv 2408.00118, section 2).
       return_lse: return l too, float32 (float64 for float64). Both are differentiable. l counts the
         sinks: before :func:`jflux.merge_attention` give them to one part alone, or to the merge.
-      ring: True: around a ring; False: gather; None: by size.
+      form: "auto", "gather", "ring" or "ulysses", as above.
       mesh: outside ``shard_map``, with global arrays: by default the ambient one, or the operands'.
       q_spec: how global q, k and v are sharded besides, such as ``P("data")``; by default as q's
         type says.
@@ -194,8 +166,8 @@ def attention(
       >>> jax.jit(f)(q, k, v).shape  # in zigzag order: see reorder_for_causal
       (1, 64, 4, 16)
     """
-    options = _Options(
-        axis_name, heads_axis, causal, layout, window, scale, softcap, return_lse, ring, mesh,
+    options = AttentionOptions(
+        axis_name, heads_axis, causal, layout, window, scale, softcap, return_lse, form, mesh,
         q_spec,
     )  # fmt: skip
     return _global_attention(options, q, k, v, segment_ids, sinks)
@@ -207,11 +179,13 @@ def reference(
 ) -> Any:
     """:func:`jflux.attention` in plain `lax`, on every platform: in blocks, with `lax`'s exchanges,
     and differentiated as it is written, less with `segment_ids`: then in blocks too."""
-    return _global_attention(_Options(**options, is_reference=True), q, k, v, segment_ids, sinks)
+    return _global_attention(
+        AttentionOptions(**options, is_reference=True), q, k, v, segment_ids, sinks
+    )
 
 
 def _global_attention(
-    options: _Options, q: Any, k: Any, v: Any, segment_ids: Any, sinks: Any
+    options: AttentionOptions, q: Any, k: Any, v: Any, segment_ids: Any, sinks: Any
 ) -> Any:
     """Checks the operands of a call, global arrays or one rank's, and computes it."""
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
@@ -221,7 +195,8 @@ def _global_attention(
         options = dataclasses.replace(options, layout="contiguous")
     sinks = _sinks.check(_OP, sinks, q.shape[2])
     check_layout(_OP, options.layout)
-    body = functools.partial(_attention, options, options.scores(q))
+    _sequence_form.check_form(_OP, options.form)
+    body = functools.partial(attend_over_ranks, options)
     operands = {"q": q, "k": k, "v": v, "segment_ids": segment_ids, "sinks": sinks}
     names = meshes.axes_of(options.axis_name, options.heads_axis)
     if not names or meshes.is_bound(names):
@@ -234,71 +209,3 @@ def _global_attention(
         axis_name=names, mesh=options.mesh,
         out_specs=(spec, rows) if options.return_lse else spec,
     )  # fmt: skip
-
-
-def _attention(
-    options: _Options,
-    scores: Scores,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    sinks: jax.Array | None,
-) -> Any:
-    """The attention of one rank's arrays."""
-    gather, exchange = (
-        (all_gather_reference, all_to_all_reference)
-        if options.is_reference
-        else (all_gather, all_to_all)
-    )
-    if (axis := options.heads_axis) is not None:
-        axis = meshes.as_tuple(axis)
-        check_heads(_OP, q, k, meshes.axis_size(axis))
-        q, k, v = ulysses_attention.to_heads(axis, q, k, v, exchange)
-        if segment_ids is not None:
-            segment_ids = gather(segment_ids, axis_name=axis, axis=1, tiled=True)
-        if sinks is not None:
-            sinks = _sinks.of_own_heads(sinks, axis)
-    o, lse = _over_sequence(options, scores, q, k, v, segment_ids, sinks)
-    if axis is not None:
-        o = ulysses_attention.to_positions(axis, o, exchange)
-        if options.return_lse:
-            lse = ulysses_attention.to_positions(axis, lse, exchange)
-    return (o, lse) if options.return_lse else o
-
-
-def _over_sequence(
-    options: _Options,
-    scores: Scores,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    sinks: jax.Array | None,
-) -> tuple[jax.Array, Any]:
-    """(o, log-sum-exp) of a sequence that is split over `axis_name` alone. The log-sum-exp is None
-    if o is one call of cuDNN, which returns none; with `return_lse` it is not that call."""
-    axis = None if options.axis_name is None else meshes.as_tuple(options.axis_name)
-    _, ranks = meshes.rank_and_size(axis)
-    check_length(_OP, options.layout, ranks, "q", q)
-    if 0 in q.shape or 0 in k.shape:
-        lse = jnp.full(q.shape[:3], -jnp.inf, sum_dtype(q.dtype))
-        return _sinks.added(jnp.zeros_like(q), lse, sinks)
-    params = Params(
-        axis, ranks, scores, options.layout, _goes_around(options.ring, k, v, ranks),
-        options.return_lse, default_precision(),
-    )  # fmt: skip
-    passes = None
-    if not options.is_reference:
-        passes = passes_of(params, q, k, v, segment_ids, sinks)
-        if passes.forward is one_call:  # JAX has its derivative
-            return one_call(params, q, k, v, segment_ids)
-    if passes is None:
-        return attend_reference(params, q, k, v, segment_ids, sinks)
-    return attend(params, passes, q, k, v, segment_ids, sinks)
-
-
-def _goes_around(ring: bool | None, k: jax.Array, v: jax.Array, ranks: int) -> bool:
-    if ring is None:
-        return ranks * (k.size * k.dtype.itemsize + v.size * v.dtype.itemsize) > MOST_GATHERED
-    return ring and ranks > 1

@@ -131,3 +131,23 @@ def own_positions(rank: jax.Array, length: int, ranks: int, layout: Layout) -> j
         half = length // 2
         return jnp.where(at < half, rank * half + at, (2 * ranks - 2 - rank) * half + at)
     return rank * length + at
+
+
+def in_sequence(a: jax.Array, ranks: int, layout: Layout) -> jax.Array:
+    """[B, S, ...] in the order of the sequence, for an array in the order of ranks."""
+    if ranks == 1 or layout == "contiguous":
+        return a
+    if layout == "striped":
+        return a.reshape(a.shape[0], ranks, -1, *a.shape[2:]).swapaxes(1, 2).reshape(a.shape)
+    pairs = a.reshape(a.shape[0], ranks, 2, -1, *a.shape[2:])
+    return jnp.concatenate([pairs[:, :, 0], pairs[:, ::-1, 1]], 1).reshape(a.shape)
+
+
+def in_ranks(a: jax.Array, ranks: int, layout: Layout) -> jax.Array:
+    """Undoes :func:`in_sequence`."""
+    if ranks == 1 or layout == "contiguous":
+        return a
+    if layout == "striped":
+        return a.reshape(a.shape[0], -1, ranks, *a.shape[2:]).swapaxes(1, 2).reshape(a.shape)
+    halves = a.reshape(a.shape[0], 2, ranks, -1, *a.shape[2:])
+    return jnp.stack([halves[:, 0], halves[:, 1, ::-1]], 2).reshape(a.shape)
