@@ -250,6 +250,6 @@ def test_parts_of_a_sequence():
     assert splits((64, 4, 64, 128), 8, 8192) == 3
     assert splits((400, 1, 64, 128), 8, 32768) == 1
     assert splits((1, 1, 32, 256), 1, 1 << 17) == 378
-    assert splits((1, 16, 64, 128), 8, 131072) == 2 * 132 // 8  # of four warps
+    assert splits((1, 16, 64, 128), 8, 131072) == 32  # of four warps
     in_8_bits = functools.partial(_flash_decode_primitive.splits_of, scaled=True)
     assert in_8_bits((8, 1, 64, 128), 8, 32768) == 1320 // 64
