@@ -16,6 +16,7 @@
 #ifndef JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_H_
 #define JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_H_
 
+#include <cmath>
 #include <cstdint>
 #include <iterator>
 #include <string>
@@ -176,8 +177,7 @@ inline bool HasFewRows(int64_t m, int64_t groups) { return m <= 64 * groups; }
 
 // The cost of a product of `tile_rows` rows: the m rows of the groups, and what fills up their last
 // tiles. With few rows in each group reading the weights takes the time, and the widest tile reads
-// most at once. On one H100 this choice was 0.9 % slower than the fastest kernel on average over 48
-// products of six shapes (docs/experiments/0036).
+// most at once.
 inline double EstimateGroupedCost(const GemmChoice& c, int64_t m, int64_t groups, int64_t tile_rows,
                                   int64_t n, int64_t k_bytes, const Machine& machine,
                                   const TileCosts& costs = kGatherCosts) {
@@ -185,18 +185,40 @@ inline double EstimateGroupedCost(const GemmChoice& c, int64_t m, int64_t groups
   return EstimateCost(c, tile_rows, n, k_bytes, machine, costs) * (c.cluster_m == 2 ? 0.957 : 1);
 }
 
+// Tiles of `rows` rows that a group takes on average, whose sizes are spread by 15 % about a mean.
+inline double MeanTiles(double mean, int64_t rows) {
+  constexpr double kSizes[] = {.85, .91, .97, 1.03, 1.09, 1.15};
+  double sum = 0;
+  for (const double size : kSizes) sum += std::ceil(size * mean / static_cast<double>(rows));
+  return sum / std::size(kSizes);
+}
+
+// The mean cost of what groups of unknown sizes take: about as many tiles as `MeanTiles` says, and
+// one deviation less and more, which matters where that is a wave more. On one H100 and one H200
+// this choice was 1.1 % slower than the fastest kernel in the mean of 18 products
+// (docs/experiments/0036).
 inline GemmChoice ChooseGrouped(const GroupedMatmulParams& p, const Machine& machine) {
   const auto cost = [&](const GemmChoice& c) {
-    const int64_t past_the_end = p.groups * kGemmTileM * c.cluster_m * 2 / 5;
-    return EstimateGroupedCost(c, p.m, p.groups, p.m + past_the_end, p.n * p.Weights(),
-                               p.terms * p.k * SizeOf(p.dtype), machine,
-                               p.scales == Scales::kOfBlocks ? kGatherCostsOfBlocks : kGatherCosts);
+    const int64_t rows = kGemmTileM * c.cluster_m;
+    const auto groups = static_cast<double>(p.groups);
+    const double tiles = MeanTiles(static_cast<double>(p.m) / groups, rows);
+    const double share = tiles - std::floor(tiles);  // of groups that take a tile more
+    double sum = 0;
+    for (const double by : {-1, 0, 1}) {
+      const double count = tiles * groups + by * std::sqrt(share * (1 - share) * groups);
+      sum +=
+          EstimateGroupedCost(c, p.m, p.groups, std::llround(count * static_cast<double>(rows)),
+                              p.n * p.Weights(), p.terms * p.k * SizeOf(p.dtype), machine,
+                              p.scales == Scales::kOfBlocks ? kGatherCostsOfBlocks : kGatherCosts);
+    }
+    return sum;
   };
   return CheapestGrouped(p.gated, p.tile, cost, p.scales, p.quantize != Quantizing::kNone);
 }
 
 inline GemmChoice ChooseGroupedDw(const GroupedMatmulDwParams& p, const Machine& machine) {
-  const auto cost = [&](const GemmChoice& c) {
+  const auto cost = [&](const GemmChoice& c) -> double {
+    if (HasFewRows(p.m, p.groups)) return c.cluster_m == 1 ? c.tile_n : 1e9;  // writing takes long
     const int64_t rows = RoundUp<int64_t>(p.k, kGemmTileM * c.cluster_m);
     return EstimateGroupedCost(c, p.m, p.groups, p.groups * rows, p.n,
                                CeilDiv(p.m, p.groups) * SizeOf(p.dtype), machine,
