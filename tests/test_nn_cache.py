@@ -43,7 +43,7 @@ def operands(heads, groups, length, seed=0):
 
 def plain(x, query, key, value, out, window=None, sinks=None):
     q, k, v = (np.einsum("bsd,dhc->bshc", x, w) for w in (query, key, value))
-    q, k = np.asarray(jnn.rotary(q)), np.asarray(jnn.rotary(k))
+    q, k = np.asarray(jnn.Rotary()(q)), np.asarray(jnn.Rotary()(k))
     group, length = q.shape[2] // k.shape[2], x.shape[1]
     k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
     scores = np.einsum("bshc,bthc->bhst", q, k) / C**0.5
@@ -87,7 +87,7 @@ def test_of_global_arrays(way):
     lengths = np.array([prompt, 1, max(1, prompt - 3)])
     mesh = make_mesh((context, tensor), ("cp", "tp"))
     options = {
-        "axis_name": "tp", "context_axis": "cp", "rotate": jnn.rotary, "mesh": mesh,
+        "axis_name": "tp", "context_axis": "cp", "rotate": jnn.Rotary(), "mesh": mesh,
         "sequence_parallel": (context, tensor) != (2, 2),
     }  # fmt: skip
 
@@ -146,7 +146,7 @@ def test_inside_shard_map(way):
         def step(cache, x):
             y, cache = jnn.attention(
                 x[:, None], *weights, cache=cache, axis_name="tp", context_axis="cp",
-                rotate=jnn.rotary, sequence_parallel=False, num_kv_heads=groups,
+                rotate=jnn.Rotary(), sequence_parallel=False, num_kv_heads=groups,
             )  # fmt: skip
             return cache, y[:, 0]
 
@@ -163,6 +163,32 @@ def test_inside_shard_map(way):
     np.testing.assert_array_equal(cache.lengths, [steps] * B)
 
 
+def test_positions_that_a_rotation_gets():
+    """Those of a prompt in its layout, then of each sequence's new tokens; -1 for padding."""
+    x, *weights = operands(4, 2, 6)
+    mesh, seen = make_mesh((2, 1), ("cp", "tp")), []
+
+    def rotate(q, position):
+        jax.debug.callback(lambda a: seen.append(a.tolist()), position)
+        return q
+
+    options = {"axis_name": "tp", "context_axis": "cp", "rotate": rotate, "mesh": mesh}
+    cache = jnn.init_cache(
+        B, 8, 4, C, num_kv_heads=2, dtype=x.dtype, axis_name="tp", context_axis="cp", mesh=mesh
+    )
+    attend = functools.partial(jax.jit, static_argnames="prefill")(
+        lambda x, cache, **rest: jnn.attention(x, *weights, cache=cache, **options, **rest)
+    )
+    prompt = jflux.reorder_for_causal(x[:, :4], 2)
+    _, cache = attend(prompt, cache, prefill=True, new_lengths=jnp.array([4, 1, 3]))
+    jax.effects_barrier()
+    assert sorted(seen) == [[[0, 3]]] * 2 + [[[1, 2]]] * 2
+    seen.clear()
+    attend(x[:, 4:], cache, new_lengths=jnp.array([2, 1, 0]))
+    jax.effects_barrier()
+    assert seen == [[[4, 5], [1, -1], [-1, -1]]] * 4
+
+
 def test_a_window():
     """In prompts by `core`, in decoding by `cache_core`."""
     x, *weights = operands(4, 2, 8, seed=2)
@@ -172,7 +198,7 @@ def test_a_window():
         return jflux.attention(q, k, v, axis_name="cp", causal=is_causal, window=window)
 
     options = {
-        "axis_name": "tp", "context_axis": "cp", "rotate": jnn.rotary, "mesh": mesh, "core": core,
+        "axis_name": "tp", "context_axis": "cp", "rotate": jnn.Rotary(), "mesh": mesh, "core": core,
         "cache_core": functools.partial(jflux.attend_to_cache, axis_name="cp", window=window),
     }  # fmt: skip
     cache = jnn.init_cache(
@@ -197,7 +223,8 @@ def test_sinks(way):
     x, *weights = operands(4, 2, 8, seed=2)
     sinks, mesh = np.array([0.5, -1.0, 2.0, 0.0]), make_mesh(way, ("cp", "tp"))
     options = {
-        "axis_name": "tp", "context_axis": "cp", "rotate": jnn.rotary, "mesh": mesh, "sinks": sinks,
+        "axis_name": "tp", "context_axis": "cp", "rotate": jnn.Rotary(), "mesh": mesh,
+        "sinks": sinks,
         "cache_core": functools.partial(jflux.attend_to_cache, axis_name="cp", window=2),
     }  # fmt: skip
     cache = jnn.init_cache(
@@ -233,7 +260,7 @@ def test_batches_split_over_another_axis():
     cache = jnn.init_cache(len(x), 4, 4, C, num_kv_heads=2, dtype=x.dtype, **options)
     assert cache.keys.sharding.spec[0] in ("data", ("data",))
     attend = jax.jit(
-        lambda x, cache: jnn.attention(x, *weights, cache=cache, rotate=jnn.rotary, **options)
+        lambda x, cache: jnn.attention(x, *weights, cache=cache, rotate=jnn.Rotary(), **options)
     )
     y, cache = attend(x, cache)
     close(y, plain(x, *weights))
@@ -244,7 +271,7 @@ def test_batches_split_over_another_axis():
 def test_without_a_context_axis(tensor):
     """Lengths that the ranks do not divide are padded, of prompts and of new tokens."""
     x, *weights = operands(12, 4, 11, seed=11)
-    options = {"axis_name": "tp", "mesh": make_mesh((tensor,)), "rotate": jnn.rotary}
+    options = {"axis_name": "tp", "mesh": make_mesh((tensor,)), "rotate": jnn.Rotary()}
     cache = jnn.init_cache(
         B, 11, 12, C, num_kv_heads=4, dtype=x.dtype, axis_name="tp", mesh=options["mesh"]
     )
@@ -270,7 +297,7 @@ def test_explicit_sharding():
         pytest.skip("four ranks")
     x, *weights = operands(4, 2, 4, seed=4)
     mesh = make_mesh((2, 2), ("cp", "tp"), axis_type=jax.sharding.AxisType.Explicit)
-    options = {"axis_name": "tp", "context_axis": "cp", "rotate": jnn.rotary}
+    options = {"axis_name": "tp", "context_axis": "cp", "rotate": jnn.Rotary()}
     with jax.set_mesh(mesh):
         cache = jnn.init_cache(
             B, 4, 4, C, num_kv_heads=2, dtype=x.dtype, axis_name="tp", context_axis="cp"
@@ -285,7 +312,7 @@ def test_half_types():
     x, *weights = operands(4, 2, 6, seed=5)
     mesh = make_mesh((2, 1), ("cp", "tp"))
     half = [jnp.asarray(a, jnp.bfloat16) for a in (x, *weights)]
-    options = {"axis_name": "tp", "context_axis": "cp", "rotate": jnn.rotary, "mesh": mesh}
+    options = {"axis_name": "tp", "context_axis": "cp", "rotate": jnn.Rotary(), "mesh": mesh}
     cache = jnn.init_cache(
         B, 6, 4, C, num_kv_heads=2, dtype=jnp.bfloat16, axis_name="tp", context_axis="cp", mesh=mesh
     )
@@ -338,7 +365,7 @@ def test_what_does_not_fit():
 # ---- Layers --------------------------------------------------------------------------------------
 
 OPTIONS = {
-    "num_kv_heads": 2, "rotate": jnn.rotary, "context_axis": "cp", "dtype": jnp.float64,
+    "num_kv_heads": 2, "rotate": jnn.Rotary(), "context_axis": "cp", "dtype": jnp.float64,
     "param_dtype": jnp.float64, "use_bias": False, "head_dim": C,
 }  # fmt: skip
 LAYER_WAYS = [way for way in ((1, 1), (2, 1), (2, 2), (1, 4), (2, 4)) if way[0] * way[1] <= RANKS]

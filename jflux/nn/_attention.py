@@ -14,7 +14,6 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from .._ops._epilogue import in_rows, sum_dtype
 from .._ops._recipe import AnyRecipe
 from .._ops.attention import _one_device, _sinks
 from .._ops.attention.attention import attention as over_ranks
@@ -153,9 +152,12 @@ def attention(
         with `context_axis`.
       is_causal: no position attends to a later one.
       num_kv_heads: g. Needed inside ``shard_map`` alone, and only if N does not divide it.
-      rotate: applied to queries and keys, [b, s, heads, c], of all positions; such as
-        :func:`rotary`. With `context_axis` it is called as ``rotate(q, position)``, with q
-        [b, s/C, heads, c] and its positions int32 [s/C]; in decoding, with positions [b, t].
+      rotate: called as ``rotate(q, position)``, and with keys, for q [b, s, heads, c] and the
+        positions that they have in their sequences, int32 [b, s], or [1, s] where all sequences
+        have the same; such as :class:`Rotary`. With `context_axis` these are the rank's own s/C
+        positions; in decoding those after what the cache has, and -1 for padding. Documents of
+        `segment_ids` do not begin at 0 again: after a rotation scores depend on differences of
+        positions alone.
       core: called as ``core(q, k, v, mask=..., is_causal=...)`` for q [b, s, h/N, c] and k, v
         [b, s, g/N, c], with `sinks` also with ``sinks=``; by default
         ``jax.nn.dot_product_attention``, on GPUs by cuDNN for calls that cuDNN takes (then there is
@@ -297,14 +299,14 @@ class _Options:
         """Queries and keys, turned by their positions."""
         if self.rotate is None:
             return q, k
-        length, positions = q.shape[-3], None
+        length = q.shape[-3]
         if self.decodes(a):
             positions = new_positions(a.cache_lengths, length, a.new_lengths)
-        elif self.context_axis is not None:
+        else:
             rank, ranks = meshes.rank_and_size(self.context_axis)
             positions = own_positions(rank, length, ranks, self.context_layout)
-        at = () if positions is None else (positions,)
-        return self.rotate(q, *at), self.rotate(k, *at)
+            positions = positions.reshape(*(1,) * (q.ndim - 3), length)
+        return self.rotate(q, positions), self.rotate(k, positions)
 
     def attend(
         self, a: _Operands, q: jax.Array, k: jax.Array, v: jax.Array
@@ -421,27 +423,3 @@ def _own_heads(heads: int, axis_name: AxisName, *all_heads: jax.Array) -> list[j
     first = lax.axis_index(meshes.as_tuple(axis_name)) * heads
     index = (first + jnp.arange(count) * (heads // count)) // group
     return [jnp.take(a, index, axis=-2) for a in all_heads]
-
-
-def rotary(
-    x: jax.Array, position: jax.Array | None = None, *, theta: float = 10_000.0
-) -> jax.Array:
-    """Rotary position embedding (arXiv 2104.09864, equation 34) of x [..., s, heads, c].
-
-    Element i of a head turns with element i + c/2, as in Llama's published weights; the paper pairs
-    neighbours.
-
-    Args:
-      position: [s], or [b, s] where those of each sequence are others; 0 to s - 1 by default.
-      theta: the base of the wave lengths.
-    """
-    wide = sum_dtype(x.dtype)
-    half = x.shape[-1] // 2
-    position = jnp.arange(x.shape[-3]) if position is None else position
-    turns = theta ** (-jnp.arange(half, dtype=wide) / half)
-    if jnp.issubdtype(position.dtype, jnp.integer):
-        position = position.astype(wide)
-    angle = position[..., None] * in_rows(turns, position[..., None])
-    a, b = jnp.split(x.astype(wide), 2, axis=-1)
-    sin, cos = (in_rows(f(angle)[..., None, :], a) for f in (jnp.sin, jnp.cos))
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
