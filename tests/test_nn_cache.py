@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from caches import allocated
 from harness import PLATFORM, RANKS, make_mesh
 from jax import lax
 from jax.experimental import checkify
@@ -130,18 +131,24 @@ def test_of_global_arrays(way):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_inside_shard_map(way):
+@pytest.mark.parametrize("paged", [False, True])
+def test_inside_shard_map(way, paged):
     """With JAX's check of what is the same on all ranks, from a cache that is made there."""
     (context, tensor), heads, groups = way
     steps = 3
     x, *weights = operands(heads, groups, steps, seed=1)
     kv = P(None, "tp", None) if groups % tensor == 0 else P()
-    split = jnn.cache_specs("tp", context_axis="cp")
+    split = jnn.cache_specs("tp", context_axis="cp", paged=paged)
+    pages = {"page_size": 2, "pages": 2 * context * B} if paged else {}
 
     def run(x, *weights):
         cache = jnn.init_cache(
-            B, 4, heads, C, num_kv_heads=groups, dtype=x.dtype, axis_name="tp", context_axis="cp"
-        )
+            B, 4, heads, C, num_kv_heads=groups, dtype=x.dtype, axis_name="tp", context_axis="cp",
+            **pages,
+        )  # fmt: skip
+        if paged:
+            table = jnp.arange(cache.block_table.size).reshape(B, -1)
+            cache = cache._replace(block_table=table)
 
         def step(cache, x):
             y, cache = jnn.attention(
@@ -251,6 +258,74 @@ def test_sinks(way):
     close(in_window, plain(x, *weights, window=3, sinks=sinks)[:, 4:6])
 
 
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [((2, 2), "float8_e4m3fn"), ((4, 1), "float32"), ((1, 4), "float32")]
+    if RANKS >= 4
+    else [((1, 1), "float32")],
+    ids=str,
+)
+def test_pages(way, dtype):
+    """The bits of a cache without pages; what no sequence has is NaN."""
+    context, tensor = way
+    x, *weights = (np.asarray(a, np.float32) for a in operands(4, 2, 12, seed=12))
+    sinks, mesh = np.array([0.5, -1.0, 2.0, 0.0]), make_mesh(way, ("cp", "tp"))
+    options = {"axis_name": "tp", "context_axis": "cp", "mesh": mesh}
+    entries = -(-6 // context) * context
+
+    def make(length, **pages):
+        return jnn.init_cache(B, length, 4, C, num_kv_heads=2, dtype=dtype, **options, **pages)
+
+    flat, paged = make(2 * entries), make(11, page_size=2, pages=6 * B)
+    assert paged.block_table.shape == (B, entries) and (paged.block_table == -1).all()
+    assert paged.keys.shape[:2] == (6 * B * context, 2)
+    keys, values = jax.tree.map(lambda a: jnp.full_like(a, np.nan), paged[:2])
+    paged = paged._replace(keys=keys, values=values)
+    table, free = np.array(paged.block_table), [list(range(6 * B)) for _ in range(context)]
+
+    @functools.partial(jax.jit, static_argnames="prefill")
+    def attend(x, cache, new_lengths, prefill=False):
+        return jnn.attention(
+            x, *weights, cache=cache, prefill=prefill, new_lengths=new_lengths,
+            rotate=jnn.Rotary(), sinks=sinks, sequence_parallel=False, **options,
+        )  # fmt: skip
+
+    lengths = np.zeros(B, np.int32)
+    for count, new in ((8, [8, 3, 0]), (2, [2, 1, 1]), (2, [1, 2, 0]), (2, [0, 1, 2])):
+        at = np.minimum(lengths[:, None] + np.arange(count), 11)
+        tokens, prefill, new = tokens_at(x, at), count == 8, np.array(new, np.int32)
+        tokens = jflux.reorder_for_causal(tokens, context) if prefill else tokens
+        lengths = lengths + new
+        table = allocated(table, lengths, 2, free)
+        want, flat = attend(tokens, flat, new, prefill)
+        y, paged = attend(tokens, paged._replace(block_table=table), new, prefill)
+        np.testing.assert_array_equal(y, want)
+        np.testing.assert_array_equal(paged.lengths, lengths)
+    if PLATFORM == "cpu":
+        with pytest.raises(jax.errors.JaxRuntimeError, match="block_table must be from 0 to"):
+            jax.block_until_ready(attend(x[:, :1], paged._replace(block_table=table * 0 - 1), None))
+
+
+@pytest.mark.skipif(RANKS < 4, reason="four ranks")
+def test_pages_of_batches_split_over_another_axis():
+    """Each part of the batch numbers pages of its own."""
+    x, *weights = operands(4, 2, 3, seed=3)
+    x = np.concatenate([x, x[::-1]])
+    mesh = make_mesh((2, 2, 1), ("data", "cp", "tp"))
+    options = {"axis_name": "tp", "context_axis": "cp", "mesh": mesh, "x_spec": P("data")}
+    cache = jnn.init_cache(
+        len(x), 4, 4, C, num_kv_heads=2, dtype=x.dtype, page_size=1, pages=6, **options
+    )
+    assert cache.keys.shape[:2] == (2 * 2 * 6, 1) and cache.keys.sharding.spec[0] == ("data", "cp")
+    pages = np.array([[5, 0], [1, 4], [2, 3]])
+    cache = cache._replace(block_table=np.tile(pages, (2, 2)))
+    attend = jax.jit(
+        lambda x, cache: jnn.attention(x, *weights, cache=cache, rotate=jnn.Rotary(), **options)
+    )
+    y, cache = attend(x, cache)
+    close(y, plain(x, *weights))
+
+
 @pytest.mark.skipif(RANKS < 4, reason="four ranks")
 def test_batches_split_over_another_axis():
     x, *weights = operands(4, 2, 3, seed=3)
@@ -358,6 +433,8 @@ def test_what_does_not_fit():
         jnn.attention(x, *weights, cache=cache, mask=np.ones((1, 1, 4, 4), bool), **options)
     with pytest.raises(ValueError, match=r"with a cache x must be \[b, s, d\]"):
         jnn.attention(x[0], *weights, cache=cache, **options)
+    with pytest.raises(ValueError, match="page_size=2 and pages=None go together"):
+        jnn.init_cache(B, 8, 4, C, page_size=2, **options)
     with pytest.raises(ValueError, match=r"init_cache: the mesh has axes \('tp',\): no \['cp'\]"):
         jnn.init_cache(B, 8, 4, C, context_axis="cp", **options)
 
@@ -371,18 +448,24 @@ OPTIONS = {
 LAYER_WAYS = [way for way in ((1, 1), (2, 1), (2, 2), (1, 4), (2, 4)) if way[0] * way[1] <= RANKS]
 
 
+@pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 @pytest.mark.parametrize("way", LAYER_WAYS, ids=str)
-def test_layers(kind, way):
+def test_layers(kind, way, paged):
     """A prompt, tokens one at a time, all in one compiled function each."""
     context, tensor = way
     prompt, steps = 2 * context * tensor, 3
     size = prompt + steps
     x = operands(4, 2, size, seed=7)[0]
     lengths = np.array([prompt, 1, max(1, prompt - 1)])
+    pages, table = {}, {}
+    if paged:
+        pages = {"page_size": 2, "pages": B * size}
+        entries = context * -(-size // (2 * context))
+        table = {"block_table": np.arange(B * entries)[::-1].reshape(B, entries)}
     with jax.set_mesh(make_mesh(way, ("cp", "tp"))):
         if kind == "linen":
-            layer = jlinen.Attention(4, decode=True, **OPTIONS)
+            layer = jlinen.Attention(4, decode=True, **pages, **OPTIONS)
             made = nn.unbox(jax.jit(layer.init)(jax.random.key(0), x))
             params, state = made["params"], made["cache"]
             assert not np.asarray(state["cached_key"]).any()  # `init` leaves it empty
@@ -400,7 +483,7 @@ def test_layers(kind, way):
             module = jnnx.Attention(4, D, rngs=nnx.Rngs(0), axes=axes, **OPTIONS)
             with pytest.raises(ValueError, match="there is no cache; call init_cache"):
                 module(x[:, :1], decode=True)
-            module.init_cache(x.shape)
+            module.init_cache(x.shape, **pages)
             module.set_attributes(decode=True)
             graph, params, state = nnx.split(module, nnx.Param, nnx.Cache)
 
@@ -416,15 +499,17 @@ def test_layers(kind, way):
         want = plain(x, *map(np.asarray, weights))
         y, state = call(
             state, jflux.reorder_for_causal(x[:, :prompt], context), prefill=True,
-            new_lengths=lengths,
+            new_lengths=lengths, **table,
         )  # fmt: skip
         y = jflux.restore_order(y, context)
         for b, length in enumerate(lengths):
             close(y[b, :length], want[b, :length])
         for i in range(steps):
             at = (lengths + i)[:, None]
-            y, state = call(state, tokens_at(x, at))
+            y, state = call(state, tokens_at(x, at), **table)
             close(y, tokens_at(want, at))
+        with pytest.raises(ValueError, match="pass block_table=" if paged else "is for a paged"):
+            call(state, x[:, :1], block_table=None if paged else np.zeros((B, 1), int))
         index = next(a for a in jax.tree.leaves(state) if a.ndim == 1)
         np.testing.assert_array_equal(index, lengths + steps)
 

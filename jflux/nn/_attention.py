@@ -139,10 +139,10 @@ def attention(
     :func:`jflux.attention` attends. A model without tensor parallelism has an `axis_name` of one
     rank. N and C must divide s.
 
-    With `cache`, of :func:`init_cache`, the positions of x follow those that the cache has, and are
-    added to it. Attention is causal, over both. In decoding x [b, t/N, d] has t new tokens of each
-    sequence, the same along `context_axis`, which splits the cache alone. With `prefill` x is a
-    prompt, split as without a cache, and what the cache had before is gone.
+    With `cache`, of :func:`init_cache`, paged or not, the positions of x follow those that the
+    cache has, and are added to it. Attention is causal, over both. In decoding x [b, t/N, d] has t
+    new tokens of each sequence, the same along `context_axis`, which splits the cache alone. With
+    `prefill` x is a prompt, split as without a cache, and what the cache had before is gone.
 
     Args:
       x: [b, s/N, d] or [s/N, d].
@@ -188,7 +188,7 @@ def attention(
         raise ValueError(f"{_OP}: bias must be four arrays or None, got {len(bias)}")
     operands = _Operands(
         x, query, key, value, out, residual, mask, segment_ids, sinks, new_lengths,
-        *(cache or (None, None, None)), *bias,
+        *(cache or (None, None, None, None)), *bias,
     )  # fmt: skip
     options = _Options(
         axis_name, is_causal, rotate, core, context_axis, context_layout, prefill, cache_core,
@@ -218,6 +218,7 @@ class _Operands:
     cache_keys: Any
     cache_values: Any
     cache_lengths: Any
+    cache_block_table: Any
     query_bias: Any
     key_bias: Any
     value_bias: Any
@@ -227,7 +228,9 @@ class _Operands:
     def cache(self) -> KVCache | None:
         if self.cache_keys is None:
             return None
-        return KVCache(self.cache_keys, self.cache_values, self.cache_lengths)
+        return KVCache(
+            self.cache_keys, self.cache_values, self.cache_lengths, self.cache_block_table
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,8 +352,9 @@ def _over_global_arrays(options: _Options, a: _Operands, mesh: Any, x_spec: Any)
     split = (*of_positions, *names) if options.sequence_parallel else of_positions
     sequence = PartitionSpec(*batch, split or None, None)
     of_cache = _cache.cache_specs(
-        axis_name, context_axis=options.context_axis, x_spec=PartitionSpec(*batch)
-    )
+        axis_name, context_axis=options.context_axis, x_spec=PartitionSpec(*batch),
+        paged=a.cache_block_table is not None,
+    )  # fmt: skip
     kv_is_whole = a.key.shape[1] % math.prod(mesh.shape.get(name, 1) for name in names) != 0
     kv_names = None if kv_is_whole else names
     kv, kv_bias = PartitionSpec(None, kv_names, None), PartitionSpec(kv_names, None)
@@ -359,7 +363,7 @@ def _over_global_arrays(options: _Options, a: _Operands, mesh: Any, x_spec: Any)
         sequence, PartitionSpec(None, names, None), kv, kv, PartitionSpec(names, None, None),
         sequence, PartitionSpec(*mask_batch), PartitionSpec(*batch, context or None),
         PartitionSpec(names), of_cache.lengths, of_cache.keys, of_cache.values, of_cache.lengths,
-        PartitionSpec(names, None), kv_bias, kv_bias, PartitionSpec(),
+        of_cache.lengths, PartitionSpec(names, None), kv_bias, kv_bias, PartitionSpec(),
     )  # fmt: skip
     y = global_arrays.with_specs(
         functools.partial(_attention, options, kv_is_whole, added=padding.added), "nn.attention",
