@@ -306,6 +306,36 @@ def test_pages(way, dtype):
             jax.block_until_ready(attend(x[:, :1], paged._replace(block_table=table * 0 - 1), None))
 
 
+@pytest.mark.parametrize("way", [(2, 2), (1, 1)] if RANKS >= 4 else [(1, 1)], ids=str)
+def test_a_cache_of_8_bits(way):
+    """A prompt attends to itself, new tokens to what the cache means."""
+    x, *weights = (np.asarray(a, np.float32) for a in operands(4, 2, 8, seed=13))
+    mesh = make_mesh(way, ("cp", "tp"))
+    options = {"axis_name": "tp", "context_axis": "cp", "mesh": mesh}
+    cache = jnn.init_cache(B, 8, 4, C, num_kv_heads=2, dtype=jnp.float8_e4m3fn, **options)
+    assert cache.keys.dtype == cache.values.dtype == jnp.float8_e4m3fn
+    attend = functools.partial(jax.jit, static_argnames="prefill")(
+        functools.partial(jnn.attention, rotate=jnn.Rotary(), **options)
+    )
+    prompt = jflux.reorder_for_causal(x[:, :4], way[0])
+    y, cache = attend(prompt, *weights, cache=cache, prefill=True)
+    close(jflux.restore_order(y, way[0]), plain(x, *weights)[:, :4], 1e-5)
+    ys = []
+    for start, stop in ((4, 5), (5, 8)):
+        y, cache = attend(x[:, start:stop], *weights, cache=cache)
+        ys.append(y)
+    keys, values = (np.asarray(a.dequantize(), np.float64) for a in cache[:2])
+    q, k, v = (np.einsum("bsd,dhc->bshc", x, w) for w in weights[:3])
+    for cached, a in ((keys, np.asarray(jnn.Rotary()(k))), (values, v)):
+        assert 0 < np.abs(cached - a).max() < 2.0**-4 * np.abs(a).max()
+    keys, values = (np.repeat(a, 2, 2) for a in (keys, values))
+    scores = np.einsum("bshc,bthc->bhst", np.asarray(jnn.Rotary()(q)), keys) / C**0.5
+    scores = np.exp(np.where(np.tri(8, dtype=bool), scores, -np.inf))
+    of_sums = scores / scores.sum(-1, keepdims=True)
+    want = np.einsum("bhst,bthc,hcd->bsd", of_sums, values, weights[3])
+    close(np.concatenate(ys, 1), want[:, 4:], 1e-5)
+
+
 @pytest.mark.skipif(RANKS < 4, reason="four ranks")
 def test_pages_of_batches_split_over_another_axis():
     """Each part of the batch numbers pages of its own."""
@@ -512,6 +542,50 @@ def test_layers(kind, way, paged):
             call(state, x[:, :1], block_table=None if paged else np.zeros((B, 1), int))
         index = next(a for a in jax.tree.leaves(state) if a.ndim == 1)
         np.testing.assert_array_equal(index, lengths + steps)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_layers_with_a_cache_of_8_bits(kind):
+    """As the function of arrays, with the same cache."""
+    x = operands(4, 2, 6, seed=14)[0].astype(np.float32)
+    options = OPTIONS | {"dtype": jnp.float32, "param_dtype": jnp.float32}
+    axes = {"axis_name": "tp", "context_axis": "cp"}
+    of_8_bits = jnp.float8_e4m3fn
+    with jax.set_mesh(make_mesh((2, 1), ("cp", "tp"))):
+        if kind == "linen":
+            layer = jlinen.Attention(4, decode=True, cache_dtype=of_8_bits, **options)
+            made = nn.unbox(jax.jit(layer.init)(jax.random.key(0), x))
+            weights, state = [made["params"][name]["kernel"] for name in NAMES], made["cache"]
+
+            @functools.partial(jax.jit, static_argnames="prefill")
+            def call(state, x, **rest):
+                variables = {"params": made["params"], "cache": state}
+                y, new = layer.apply(variables, x, mutable=["cache"], **rest)
+                return y, new["cache"]
+
+        else:
+            module = jnnx.Attention(4, D, decode=True, rngs=nnx.Rngs(0), **options)
+            module.init_cache(x.shape, of_8_bits)
+            weights = [getattr(module, name).kernel[...] for name in NAMES]
+            graph, params, state = nnx.split(module, nnx.Param, nnx.Cache)
+
+            @functools.partial(jax.jit, static_argnames="prefill")
+            def call(state, x, **rest):
+                module = nnx.merge(graph, params, state)
+                return module(x, **rest), nnx.state(module, nnx.Cache)
+
+        cache = jnn.init_cache(B, 6, 4, C, num_kv_heads=2, dtype=of_8_bits, **axes)
+        plainly = functools.partial(jax.jit, static_argnames="prefill")(
+            functools.partial(jnn.attention, rotate=jnn.Rotary(), **axes)
+        )
+        for start, stop in ((0, 4), (4, 6)):
+            part, prefill = x[:, start:stop], start == 0
+            part = jflux.reorder_for_causal(part, 2) if prefill else part
+            y, state = call(state, part, prefill=prefill)
+            want, cache = plainly(part, *weights, cache=cache, prefill=prefill)
+            np.testing.assert_array_equal(y, want)
+    held = jax.tree.leaves(state)
+    assert sorted(a.dtype.name for a in held) == ["float32"] * 2 + ["float8_e4m3fn"] * 2 + ["int32"]
 
 
 def test_as_flax_users_know_it():

@@ -188,6 +188,8 @@ class Attention(_Layer):
         and ``cache_index``, the lengths, int32 [b]. They are split as
         :func:`jflux.nn.cache_specs` says.
       cache_core: as in :func:`jflux.nn.attention`.
+      cache_dtype: by default that of the layer's computation; of 8 bits, ``cached_key`` and
+        ``cached_value`` are a :class:`jflux.Scaled` each.
       page_size, pages: of a paged cache, as in :func:`jflux.nn.init_cache`; ``cached_key`` and
         ``cached_value`` are then [pages of all ranks, page_size, g, head_dim].
       use_sinks: there is a parameter ``sinks`` [heads], a logit of each head in the denominator of
@@ -207,6 +209,7 @@ class Attention(_Layer):
     _: dataclasses.KW_ONLY
     decode: bool = False
     cache_core: Callable[..., tuple[jax.Array, KVCache]] | None = None
+    cache_dtype: Any = None
     page_size: int | None = None
     pages: int | None = None
     use_sinks: bool = False
@@ -258,7 +261,7 @@ class Attention(_Layer):
         def empty(field: int) -> Any:
             spec = global_arrays._spec(x, self.x_spec)
             cache = _flax.empty_cache(
-                self, x.shape, heads, kv_heads, c, dtype=x.dtype, x_spec=spec,
+                self, x.shape, heads, kv_heads, c, dtype=self.cache_dtype or x.dtype, x_spec=spec,
                 page_size=self.page_size, pages=self.pages,
             )  # fmt: skip
             return cache[field]

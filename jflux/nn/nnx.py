@@ -368,13 +368,13 @@ class Attention(_Layer):
             core=self.core, context_axis=self.context_axis, context_layout=self.context_layout,
             segment_ids=segment_ids, sinks=self.sinks[...] if self.use_sinks else None,
             new_lengths=new_lengths, prefill=prefill,
-            cache=_flax.cache_of("nnx", [a[...] for a in cached], block_table, self.paged),
+            cache=_flax.cache_of("nnx", [a.get_value() for a in cached], block_table, self.paged),
             cache_core=self.cache_core, **options_of(self),
         )  # fmt: skip
         if not cached:
             return found
         for variable, array in zip(cached, found[1][: len(cached)], strict=True):
-            variable[...] = array
+            variable.set_value(array)  # keys and values may be pairs, of 8 bits and scales
         return found[0]
 
     def init_cache(
@@ -391,7 +391,8 @@ class Attention(_Layer):
 
         Args:
           input_shape: (b, S, in_features), S for the longest sequence.
-          dtype: by default that of the layer's computation.
+          dtype: by default that of the layer's computation; of 8 bits, keys and values are a
+            :class:`jflux.Scaled` each.
           page_size, pages: of a paged cache, as in :func:`jflux.nn.init_cache`; keys and values are
             then [pages of all ranks, page_size, g, head_dim], and calls need `block_table`.
         """
