@@ -301,18 +301,18 @@ def test_a_token_without_a_page(rows, monkeypatch):
         return f(cache, *(jnp.tile(a, (1, 2, 1, 1)) for a in (k, v)), jnp.array(lengths))
 
     filled = fill(jflux.reference, [3, 4, 0])
-    assert filled.lengths[0] >= 8 and filled.lengths.tolist()[1:] == [4, 0]
+    assert filled.lengths.tolist() == [9, 4, 0]
     for bad in (-1, 4):
         wrong = cache._replace(block_table=table.at[1, 0].set(bad))
-        message = f"pages of new tokens in block_table must be from 0 to 3, got {bad}"
+        message = f"give .*: those of new tokens in block_table must be from 0 to 3, got {bad}"
         error, _ = jax.jit(checkify.checkify(fused))(wrong, q, k, v, jnp.array([1, 2, 0]))
         with pytest.raises(checkify.JaxRuntimeError, match=f"attend_to_cache: {message}"):
             error.throw()
     if PLATFORM == "cpu":
-        message = "pages of new tokens in block_table must be from 0 to 3, got -1"
+        message = "give .* those of new tokens in block_table must be from 0 to 3, got -1"
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"jflux.attend_to_cache: {message}"):
             jax.block_until_ready(fused(cache, q, k, v, new))
-        message = "pages of a prompt in block_table must be from 0 to 3, got -1"
+        message = "give .* those of a prompt in block_table must be from 0 to 3, got -1"
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"jflux.fill_cache: {message}"):
             jax.block_until_ready(fill(jflux, [3, 4, 0]))
 
@@ -474,9 +474,8 @@ def test_positions_beyond_the_cache():
     full = empty(4)._replace(lengths=jnp.array([2, 4, 3]))
     step = jax.jit(checkify.checkify(jflux.attend_to_cache))
     error, _ = step(full, q, k, v)
-    with pytest.raises(
-        checkify.JaxRuntimeError, match="attend_to_cache: positions must be at most 3, got 4"
-    ):
+    message = "jflux.attend_to_cache: end a sequence .*: positions must be at most 3, got 4"
+    with pytest.raises(checkify.JaxRuntimeError, match=message):
         error.throw()
     error, _ = step(full._replace(lengths=jnp.array([0, 3, 2])), q, k, v)
     error.throw()
@@ -485,10 +484,32 @@ def test_positions_beyond_the_cache():
     error.throw()
 
 
+def test_errors_where_lengths_are_known():
+    """Outside of jit, on any device, before anything runs; in plain lax not."""
+    q, k, v = (a[:, :2] for a in tokens(2))
+    full = empty(4)._replace(lengths=jnp.array([1, 3, 4], jnp.int32))
+    message = "sequence 1 has 3 positions, and 2 more do not fit a cache of 4: end a sequence"
+    with pytest.raises(ValueError, match=f"jflux.attend_to_cache: {message}"):
+        jflux.attend_to_cache(full, q, k, v)
+    with pytest.raises(ValueError, match="attend_to_cache: new_lengths must be from 0 to 2, got 3"):
+        jflux.attend_to_cache(full, q, k, v, np.array([0, 3, 0]))
+    _, after = jflux.attend_to_cache(full, q, k, v, np.array([2, 1, 0], np.uint8))
+    assert after.lengths.tolist() == [3, 4, 4]
+    for wrong in (5, -1):
+        with pytest.raises(
+            ValueError, match=f"fill_cache: lengths must be from 0 to 4, got {wrong}"
+        ):
+            jflux.fill_cache(empty(4), *tokens(5)[1:], np.array([4, 0, wrong]))
+    assert np.isnan(jflux.reference.attend_to_cache(full, q, k, v)[0][1:]).all()
+    paged = KVCache(*jnp.zeros((2, 6, 2, G, D)), full.lengths, np.arange(6).reshape(B, 2))
+    with pytest.raises(ValueError, match=message):
+        jflux.attend_to_cache(paged, q, k, v)
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_sequence_that_goes_on_beyond_the_cache(count):
     """On CPUs an error with the value; in plain lax its tokens are NaN from there on, and no
-    other's."""
+    other's. Its length says so, and stays."""
     q, k, v = (a[:, :count] for a in tokens(2))
     full = empty(4)._replace(lengths=jnp.array([1, 4, 0], jnp.int32))
     new = jnp.array([count, count, 0])
@@ -504,19 +525,22 @@ def test_a_sequence_that_goes_on_beyond_the_cache(count):
     nan[1] = True
     o, cache = plainly(full, q, k, v, new)
     np.testing.assert_array_equal(np.isnan(o), nan)
+    np.testing.assert_array_equal(cache.lengths, [1 + count, 5, 0])
+    _, again = plainly(cache, q, k, v, np.array([0, 1, 1]))
+    np.testing.assert_array_equal(again.lengths, [1 + count, 5, 1])
     o, cache = plainly(cache._replace(lengths=full.lengths), q, k, v, new)
     np.testing.assert_array_equal(np.isnan(o), nan)
-    # Another number of tokens than there are. The sequence is full then.
+    # Another number of tokens than there are.
     o, cache = plainly(empty(4), q, k, v, jnp.array([0, count + 1, -1]))
     np.testing.assert_array_equal(np.isnan(o).any((1, 2, 3)), [False, True, True])
-    np.testing.assert_array_equal(cache.lengths, [0, 4, 4])
+    np.testing.assert_array_equal(cache.lengths, [0, 5, 5])
     last = jnp.full(B, np.iinfo(np.int32).max, jnp.int32)  # what follows is no int32
     assert np.isnan(plainly(full._replace(lengths=last), q, k, v, jnp.full(B, count))[0]).all()
     if PLATFORM != "cpu":
         np.testing.assert_array_equal(np.isnan(fused(full, q, k, v, new)[0]), nan)
         return
     for wrong, message in (
-        (new, "positions must be at most 3, got 4"),
+        (new, "end a sequence .*: positions must be at most 3, got 4"),
         (jnp.array([1, 0, -1]), f"new_lengths must be from 0 to {count}, got -1"),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"jflux.attend_to_cache: {message}"):
@@ -527,12 +551,17 @@ def test_a_prompt_that_is_shorter_than_its_length():
     k, v = tokens(2)[1:]
     lengths = jnp.array([2, 3, -1])
     cache = jflux.reference.fill_cache(empty(4), k, v, lengths)
-    np.testing.assert_array_equal(cache.lengths, [2, 4, 4])  # full: what comes next is NaN
+    np.testing.assert_array_equal(cache.lengths, [2, 5, 5])
+    o, cache = jflux.reference.attend_to_cache(cache, *(a[:, :1] for a in tokens(2)))
+    assert np.isnan(o[1:]).all() and not np.isnan(o[0]).any()
+    np.testing.assert_array_equal(cache.lengths, [3, 5, 5])
+    k, v = tokens(5)[1:]  # longer than the cache
+    cache = jflux.reference.fill_cache(empty(4), k, v, np.array([5, 4, 0]))
+    np.testing.assert_array_equal(cache.lengths, [5, 4, 0])
     if PLATFORM == "cpu":
-        with pytest.raises(
-            jax.errors.JaxRuntimeError, match="fill_cache: lengths must be from 0 to 2, got 3"
-        ):
-            jax.block_until_ready(jflux.fill_cache(empty(4), k, v, lengths))
+        message = "fill_cache: lengths must be from 0 to 4, got 5"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.block_until_ready(jax.jit(jflux.fill_cache)(empty(4), k, v, jnp.array([5, 4, 0])))
 
 
 @pytest.mark.parametrize(

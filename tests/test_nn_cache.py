@@ -447,8 +447,16 @@ def test_positions_beyond_the_cache():
     if PLATFORM == "cpu":
         with pytest.raises(jax.errors.JaxRuntimeError, match="must be at most 1, got 2"):
             jax.block_until_ready(jax.jit(step)(x[:, 2:], cache))
+    message = "sequence 0 has 2 positions, and 1 more do not fit a cache of 2: end a sequence"
+    with pytest.raises(ValueError, match=f"jflux.nn.attention: {message}"):
+        step(x[:, 2:], cache)
+    with pytest.raises(ValueError, match="new_lengths must be from 0 to 2, got 3"):
+        jnn.attention(
+            x, *weights, cache=cache, prefill=True, new_lengths=np.array([0, 3, 1]), axis_name="tp",
+            mesh=mesh,
+        )  # fmt: skip
     with pytest.raises(ValueError, match="3 new tokens do not fit a cache of 2"):
-        step(x, cache)
+        jax.jit(step)(x, cache)
     with pytest.raises(ValueError, match="a prompt of 3 positions does not fit a cache of 2"):
         jnn.attention(x, *weights, cache=cache, prefill=True, axis_name="tp", mesh=mesh)
 
@@ -465,6 +473,8 @@ def test_what_does_not_fit():
         jnn.attention(x[0], *weights, cache=cache, **options)
     with pytest.raises(ValueError, match="page_size=2 and pages=None go together"):
         jnn.init_cache(B, 8, 4, C, page_size=2, **options)
+    with pytest.raises(ValueError, match=r"new_lengths must be \[B\], \(3,\), got \(2,\)"):
+        jnn.attention(x, *weights, cache=cache, new_lengths=np.ones(2, int), **options)
     with pytest.raises(ValueError, match=r"init_cache: the mesh has axes \('tp',\): no \['cp'\]"):
         jnn.init_cache(B, 8, 4, C, context_axis="cp", **options)
 
@@ -542,6 +552,12 @@ def test_layers(kind, way, paged):
             call(state, x[:, :1], block_table=None if paged else np.zeros((B, 1), int))
         index = next(a for a in jax.tree.leaves(state) if a.ndim == 1)
         np.testing.assert_array_equal(index, lengths + steps)
+        if kind == "nnx" and not paged:  # outside of jit, lengths are known
+            module = nnx.merge(graph, params, state)
+            with pytest.raises(
+                ValueError, match=r"jflux.nn.attention: sequence 0 has \d+ positions"
+            ):
+                module(np.repeat(x[:, :1], context + 1, 1))
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])

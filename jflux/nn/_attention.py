@@ -10,12 +10,14 @@ from typing import Any, Required, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from .._ops._recipe import AnyRecipe
 from .._ops.attention import _one_device, _sinks
+from .._ops.attention._kv_cache_parts import capacity_of, check_known
 from .._ops.attention.attention import attention as over_ranks
 from .._ops.attention.kv_cache import KVCache, attend_to_cache, fill_cache, new_positions
 from .._ops.attention.sequence_layouts import Layout, check_layout, check_length, own_positions
@@ -180,15 +182,16 @@ def attention(
       preferred_element_type, precision, mesh, x_spec: as in :func:`jflux.all_gather_matmul`.
 
     Returns:
-      [b, s/N, d]; with `cache` that and the cache. A position beyond the cache is an error on CPUs,
-      and under ``checkify.user_checks``; elsewhere its y is NaN (:func:`jflux.attend_to_cache`,
-      :func:`jflux.fill_cache`).
+      [b, s/N, d]; with `cache` that and the cache. A position beyond the cache is a ValueError
+      where the lengths are known, outside of ``jit``, and an error on CPUs and under
+      ``checkify.user_checks``. Elsewhere its y is NaN, and the sequence's length is more than the
+      cache has from then on (:func:`jflux.attend_to_cache`, :func:`jflux.fill_cache`).
     """
     if len(bias) != 4:
         raise ValueError(f"{_OP}: bias must be four arrays or None, got {len(bias)}")
     operands = _Operands(
         x, query, key, value, out, residual, mask, segment_ids, sinks, new_lengths,
-        *(cache or (None, None, None, None)), *bias,
+        *(KVCache(*cache) if cache else (None,) * 4), *bias,
     )  # fmt: skip
     options = _Options(
         axis_name, is_causal, rotate, core, context_axis, context_layout, prefill, cache_core,
@@ -196,6 +199,7 @@ def attention(
     )  # fmt: skip
     options.check(operands)
     if not meshes.is_bound(axis_name):
+        options.check_room(operands)
         return _over_global_arrays(options, operands, mesh, x_spec)
     kv_is_whole = meshes.axis_size(axis_name) > 1 and key.shape[1] == num_kv_heads
     return _attention(options, kv_is_whole, **vars(operands))
@@ -286,6 +290,18 @@ class _Options:
                 f"{_OP}: core is not told about the cache; pass cache_core= too, such as "
                 "functools.partial(jflux.attend_to_cache, axis_name=context_axis, window=...)"
             )
+
+    def check_room(self, a: _Operands) -> None:
+        """Raises for sequences that go on beyond a whole cache, if their lengths are known."""
+        if (cache := a.cache) is None:
+            return
+        tokens, most = a.x.shape[1], capacity_of(cache)
+        if self.prefill and a.new_lengths is None:  # an error of shapes
+            return
+        if self.prefill:
+            check_known(_OP, "new_lengths", np.int64(0), a.new_lengths, min(tokens, most), most)
+        else:
+            check_known(_OP, "new_lengths", cache.lengths, a.new_lengths, tokens, most)
 
     @property
     def of_products(self) -> dict[str, Any]:

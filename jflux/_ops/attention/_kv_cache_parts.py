@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..._call import value_checks
@@ -14,6 +15,10 @@ from ..._ranks.meshes import AxisName
 from .._scaled import Scaled
 from . import _flash_decode_primitive
 from ._checks import DTYPES
+
+#: What to do about a sequence that has no room.
+ADVICE = "end a sequence that has filled its cache (new_lengths of 0), or make the cache larger"
+ADVICE_ON_PAGES = "give a sequence its pages before its tokens come"
 
 
 class KVCache(NamedTuple):
@@ -25,7 +30,8 @@ class KVCache(NamedTuple):
         :class:`jflux.Scaled`, of float8_e4m3fn, float8_e5m2 or int8, half of the bytes: with a
         scale for each position's head, [B, S/N, G, 1], which new ones get as they are written, or
         for each head, [1, 1, G, 1], which the caller chooses and which stays.
-      lengths: int32 [B], how many positions of each sequence are filled; the same on all ranks.
+      lengths: int32 [B], how many positions of each sequence are filled; the same on all ranks. A
+        sequence that has lost a token, having had no room for it, has S + 1 from then on.
       block_table: None; or integers [B, P], the same on all ranks, for a paged cache (arXiv
         2309.06180, section 4.1). Keys and values are then a rank's [pages, page size, G, D], and S
         is P * page size. Entry p of a sequence's row is the page of its positions p * page size and
@@ -80,9 +86,37 @@ class Part(NamedTuple):
     pages: Pages | None
 
     @property
+    def lost(self) -> int:
+        """The length of a sequence that has lost a token."""
+        return self.capacity + 1
+
+    @property
     def columns(self) -> jax.Array | None:
         """The block table of this rank's part."""
         return None if self.pages is None else self.pages.columns
+
+
+def capacity_of(kv_cache: KVCache) -> int:
+    """How many positions of a sequence a whole cache has, one that is not a rank's part."""
+    table, size = kv_cache.block_table, kv_cache.keys.shape[1]
+    return size if table is None else size * table.shape[-1]
+
+
+def check_known(op: str, name: str, lengths: Any, counts: Any, tokens: int, capacity: int) -> None:
+    """Raises where sequences of `lengths` [B] have no room for `counts` [B] more positions, called
+    `name`, of `tokens` (None: all of them), if the numbers are known when this is called."""
+    at = value_checks.known(lengths)
+    new = np.int64(tokens) if counts is None else value_checks.known(counts)
+    if at is None or new is None or (at.ndim == new.ndim and at.shape != new.shape):
+        return  # an error of shapes comes later
+    at, new = np.broadcast_arrays(at.astype(np.float64), new.astype(np.float64))  # any integers
+    for b in np.flatnonzero((new < 0) | (new > tokens)):
+        raise ValueError(f"{op}: {name} must be from 0 to {tokens}, got {new[b]:.0f}")
+    for b in np.flatnonzero((new > 0) & (at + new > capacity)):
+        raise ValueError(
+            f"{op}: sequence {b} has {at[b]:.0f} positions, and {new[b]:.0f} more do not fit a "
+            f"cache of {capacity}: {ADVICE}"
+        )
 
 
 def part_of(op: str, kv_cache: KVCache, axis_name: AxisName | None) -> Part:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..._call import value_checks
@@ -20,8 +21,8 @@ from .._scaled import Scaled
 from . import _flash_decode_primitive, _sinks, decode_merge, flash_attention, update_cache
 from ._blockwise import NOWHERE, Positions, Scores
 from ._checks import scale_of, softcap_of, window_of
+from ._kv_cache_parts import ADVICE, ADVICE_ON_PAGES, check_cache, check_known, part_of
 from ._kv_cache_parts import KVCache as KVCache
-from ._kv_cache_parts import check_cache, part_of
 from .sequence_layouts import Layout, check_length, own_positions
 
 #: The most rows of queries, tokens times heads, that are multiplied with the cache as it lies in
@@ -83,11 +84,12 @@ def fill_cache(
     Returns:
       The cache, with `lengths`. A length that is not from 0 to s, or more than the cache has, is an
       error with the value (*Raises*, below), and so is a page that a prompt needs and `block_table`
-      does not have. Where the call does not raise, the sequence's cache is full then, and what is
+      does not have. Where the call does not raise, that sequence has the length S + 1, and what is
       decoded next is NaN.
 
     Raises:
-      ValueError, TypeError: operands that do not fit, when the call is traced.
+      ValueError, TypeError: operands that do not fit, when the call is traced; and such lengths,
+        where they are known: outside of functions that JAX traces.
       NameError: for an `axis_name` outside ``shard_map``.
       jax.errors.JaxRuntimeError: on CPUs, when it runs, for such a length or page.
       checkify.JaxRuntimeError: for one under ``checkify.user_checks``, on any device.
@@ -167,11 +169,12 @@ def attend_to_cache(
       o of q's type, and the cache, whose lengths have grown by `new_lengths`. Errors with the value
       (*Raises*, below) are a position beyond the cache, one of `new_lengths` that is not from 0 to
       T, and a new token whose page `block_table` does not have. Where the call does not raise, o of
-      that sequence is NaN, and NaN is written at the sequence's last position, so that what follows
-      is NaN too. On GPUs the kernel reports it besides, as that of :func:`jflux.flash_decode` does.
+      that sequence is NaN, and its length is S + 1 from then on, so that what follows is NaN too.
+      On GPUs the kernel reports it besides, as that of :func:`jflux.flash_decode` does.
 
     Raises:
-      ValueError, TypeError: operands that do not fit, when the call is traced.
+      ValueError, TypeError: operands that do not fit, when the call is traced; and such lengths,
+        where they are known: outside of functions that JAX traces.
       NameError: for an `axis_name` outside ``shard_map``.
       jax.errors.JaxRuntimeError: on CPUs, when it runs, for such a position, number or page.
       checkify.JaxRuntimeError: for one under ``checkify.user_checks``, on any device.
@@ -268,14 +271,19 @@ def _fill(
     if lengths is None:
         lengths = jnp.full(batch, tokens, jnp.int32)
     else:
-        lengths, are_right = _counts(f"{op}: lengths", lengths, tokens, ops.raises)
-        lengths = jnp.where(are_right, lengths, part.capacity)
-    positions = jnp.where(at[None] < lengths[:, None], at[None], -1)
+        most = min(tokens, part.capacity)
+        if ops.raises:
+            check_known(op, "lengths", np.int64(0), lengths, most, part.capacity)
+        lengths, are_right = _counts(f"{op}: lengths", lengths, most, ops.raises)
+        lengths = jnp.where(are_right, lengths, part.lost)
+    fits = at[None] < jnp.minimum(lengths, part.capacity)[:, None]
+    positions = jnp.where(fits, at[None], -1)
     if (pages := part.pages) is not None:
         entries = lax.broadcasted_iota(jnp.int32, pages.table.shape, 1)
         needed = entries * pages.size < lengths[:, None]
-        have = pages.have(f"{op}: pages of a prompt in block_table", entries, needed, ops.raises)
-        lengths = jnp.where(jnp.all(have, 1), lengths, part.capacity)
+        what = f"{op}: {ADVICE_ON_PAGES}: those of a prompt in block_table"
+        have = pages.have(what, entries, needed, ops.raises)
+        lengths = jnp.where(jnp.all(have, 1), lengths, part.lost)
     keys, values = _written(
         ops.update, kv_cache, k, v, positions, axis_name=axis_name, block_table=part.columns,
         split=axis_name is not None,
@@ -308,21 +316,24 @@ def _attend(
     if tokens > capacity:
         raise ValueError(f"{op}: {tokens} new tokens do not fit a cache of {capacity}")
     lengths = kv_cache.lengths
+    if ops.raises:
+        check_known(op, "new_lengths", lengths, new_lengths, tokens, capacity)
     if new_lengths is None:
         positions, grown = new_positions(lengths, tokens), lengths + tokens
     else:
         new_lengths, are_right = _counts(f"{op}: new_lengths", new_lengths, tokens, ops.raises)
         positions = new_positions(lengths, tokens, new_lengths)
         positions = jnp.where(are_right[:, None], positions, capacity)
-        grown = jnp.where(are_right, lengths + new_lengths.astype(lengths.dtype), capacity)
+        grown = lengths + new_lengths.astype(lengths.dtype)
     if (pages := part.pages) is not None:
         needed = (positions >= 0) & (positions < capacity)
         entries = jnp.where(needed, positions // pages.size, 0)
-        have = pages.have(f"{op}: pages of new tokens in block_table", entries, needed, ops.raises)
+        what = f"{op}: {ADVICE_ON_PAGES}: those of new tokens in block_table"
+        have = pages.have(what, entries, needed, ops.raises)
         positions = jnp.where(have, positions, capacity)
-        grown = jnp.where(jnp.all(have, 1), grown, capacity)
+    grown = jnp.where(jnp.any(positions >= capacity, 1), part.lost, grown)
     positions = value_checks.in_range(
-        positions, None, capacity - 1, f"{op}: positions", raises=ops.raises
+        positions, None, capacity - 1, f"{op}: {ADVICE}: positions", raises=ops.raises
     )  # before another op says it in its own words
     keys, values = _written(
         ops.update, kv_cache, k, v, positions, axis_name=axis_name, block_table=part.columns
