@@ -59,7 +59,7 @@ def program(mesh: Mesh, context: int, dtype: Any) -> Any:
     """(x of the prompt, of the steps [STEPS, B, D], of what comes at once, lengths, weights) ->
     (results of the three, the cache's lengths), compiled once."""
     axes: dict[str, Any] = {"axis_name": "tp", "context_axis": "cp", "mesh": mesh}
-    layer: dict[str, Any] = {"rotate": jflux.nn.rotary, **axes}
+    layer: dict[str, Any] = {"rotate": jflux.nn.Rotary(), **axes}
 
     def run(prompt: Any, steps: Any, at_once: Any, lengths: Any, weights: Any) -> Any:
         cache = jflux.nn.init_cache(

@@ -85,7 +85,7 @@ class Block(nnx.Module):
         }  # fmt: skip
         self.attention_norm = nnx.RMSNorm(d, dtype=size.dtype, rngs=rngs)
         self.attention = jflux.nn.nnx.Attention(
-            size.heads, d, is_causal=True, rotate=jflux.nn.rotary, context_axis=context_axis,
+            size.heads, d, is_causal=True, rotate=jflux.nn.Rotary(), context_axis=context_axis,
             **options,
         )  # fmt: skip
         self.mlp_norm = nnx.RMSNorm(d, dtype=size.dtype, rngs=rngs)

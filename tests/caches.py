@@ -68,3 +68,17 @@ def paged(a, world, size, seed=0, spare=2):
         pages.append(of_rank)
         tables.append(order.reshape(b, each))
     return np.concatenate(pages), np.concatenate(tables, 1).astype(np.int32)
+
+
+def allocated(table, lengths, size, free):
+    """A block table [b, world * P] with a page for each of the first `lengths` [b] positions, from
+    those that each rank has `free`, a list for each. What is not needed is given back."""
+    table, each = table.copy(), table.shape[1] // len(free)
+    for b, p in np.ndindex(table.shape):
+        needed = p * size < lengths[b]
+        if needed and table[b, p] < 0:
+            table[b, p] = free[p // each].pop()
+        elif not needed and table[b, p] >= 0:
+            free[p // each].append(table[b, p])
+            table[b, p] = -1
+    return table

@@ -199,7 +199,7 @@ FUNCTIONS = {
     name: function
     for name, function in vars(jflux).items()
     if inspect.isfunction(function) and re.match(r"jflux\._ops\.", function.__module__)
-} | {"explain": jflux.explain, "fuse": jflux.fuse, "flops": jflux.flops}
+} | {"explain": jflux.explain, "fuse": jflux.fuse, "flops": jflux.flops, "Rotary": jflux.nn.Rotary}
 
 
 @pytest.mark.skipif(jax.device_count() != 8, reason="what they print is of eight devices")

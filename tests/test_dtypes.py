@@ -228,5 +228,5 @@ def test_narrow_operands_of_layers():
     np.testing.assert_allclose(got, -wide[jnp.arange(3), jnp.arange(3)], rtol=1e-6)
 
     x = jax.random.normal(jax.random.key(1), (2, 5, 3, 4)).astype(dtype)
-    turned = jnn.rotary(x.astype(np.float32)).astype(dtype)
-    assert_same(jnn.rotary(x), turned)
+    turned = jnn.Rotary()(x.astype(np.float32)).astype(dtype)
+    assert_same(jnn.Rotary()(x), turned)

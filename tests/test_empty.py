@@ -139,7 +139,7 @@ def test_attention(kv_heads, sequence_parallel):
         if kv_heads is not None:
             k, v = k[:, :1], v[:, :1]
         return jnn.attention(
-            x, q, k, v, o, axis_name="tp", rotate=jnn.rotary, is_causal=True,
+            x, q, k, v, o, axis_name="tp", rotate=jnn.Rotary(), is_causal=True,
             num_kv_heads=kv_heads, sequence_parallel=sequence_parallel,
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import draw, plain
+from caches import allocated, draw, plain
 from harness import PLATFORM, RANKS, make_mesh
 from jax import lax
 from jax.experimental import checkify
@@ -22,6 +22,7 @@ COUNTS = [n for n in (1, 2, 3, 4, 8) if n <= RANKS]
 EITHER = pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "reference"])
 B, H, G, D = 3, 6, 2, 4
 CACHE = KVCache(P(None, "tp"), P(None, "tp"), P())
+PAGED = KVCache(P("tp"), P("tp"), P(), P())
 
 
 @pytest.fixture(autouse=True)
@@ -195,6 +196,127 @@ def test_caches_of_8_bits(dtype, of, world, module):
     np.testing.assert_array_equal(cache.lengths, np.full(B, length))
 
 
+@EITHER
+@pytest.mark.parametrize(
+    ("of", "rows"),
+    [("float64", 0), ("float64", 256), ("float8_e4m3fn rows", 256), ("int8 heads", 0)],
+)
+@pytest.mark.parametrize("world", [n for n in (1, 3) if n <= RANKS])
+def test_pages(world, rows, of, module, monkeypatch):
+    """The bits of the same cache without pages, for sequences that get pages as they grow, and give
+    them back; what no sequence has is NaN. Other tables do not compile again."""
+    _by_rows(monkeypatch, rows)
+    dtype, _, scales = of.partition(" ")
+    size, each, prompt, number = 2, 6, 4 * world, 14
+    capacity, wide, traced = world * each * size, np.float32 if scales else np.float64, []
+    q, k, v = tokens(capacity, seed=6, dtype=wide)
+    bad = 0 if dtype == "int8" else np.nan
+
+    def empty_of(first, scale, fill):
+        values = jnp.full((*first, G, D), fill, dtype)
+        if not scales:
+            return values
+        shape = (1, 1, G, 1) if scales == "heads" else (*first, G, 1)
+        fill = scale if scales == "heads" else fill
+        return jflux.Scaled(values, jnp.full(shape, fill, jnp.float32))
+
+    def specs_of(paged):
+        part = P("tp") if paged else P(None, "tp")
+        spec = jflux.Scaled(part, part if scales == "rows" else P()) if scales else part
+        return KVCache(spec, spec, P(), P() if paged else None)
+
+    def programs(paged):
+        specs, options = specs_of(paged), {"axis_name": "tp"}
+        fill = functools.partial(module.fill_cache, layout="contiguous", **options)
+
+        def attend(*operands):
+            traced.append(paged)
+            return module.attend_to_cache(*operands, window=6, softcap=3.0, **options)
+
+        new, part = (P(), P(), P()), P(None, "tp")
+        return (
+            over_ranks(fill, world, (specs, part, part, P()), specs),
+            over_ranks(attend, world, (specs, *new, P()), (P(), specs)),
+        )
+
+    free = [list(np.random.default_rng(r).permutation(number)) for r in range(world)]
+    table = np.full((B, world * each), -1, np.int32)
+    lengths = np.zeros(B, np.int32)
+    flat = KVCache(*(empty_of((B, capacity), s, 0) for s in (0.05, 0.03)), lengths)
+    paged = KVCache(*(empty_of((world * number, size), s, bad) for s in (0.05, 0.03)), lengths)
+    (fill, attend), (fill_pages, attend_pages) = programs(False), programs(True)
+
+    def grown(cache, by):
+        nonlocal table
+        table = allocated(table, lengths + by, size, free)
+        return cache._replace(block_table=table)
+
+    first = np.array([prompt - 1, 0, prompt], np.int32)
+    flat = fill(flat, k[:, :prompt], v[:, :prompt], first)
+    paged = fill_pages(grown(paged, first), k[:, :prompt], v[:, :prompt], first)
+    lengths = first
+    for new in ([3, 3, 0], [0, 2, 2], [1, 3, 0], [0, 3, 0]):
+        new = np.array(new, np.int32)
+        at = np.minimum(lengths[:, None] + np.arange(3), capacity - 1)[..., None, None]
+        those = [np.take_along_axis(a, at, 1) for a in (q, k, v)]
+        want, flat = attend(flat, *those, new)
+        o, paged = attend_pages(grown(paged, new), *those, new)
+        np.testing.assert_array_equal(o, want)
+        assert np.asarray(want).any((2, 3))[:, 0].tolist() == (new > 0).tolist()
+        lengths = lengths + new
+        np.testing.assert_array_equal(paged.lengths, lengths)
+        if lengths[0] >= prompt + 2:  # the first sequence ends, and another one takes its pages
+            lengths[0] = 0
+            flat, paged = (a._replace(lengths=a.lengths.at[0].set(0)) for a in (flat, paged))
+    assert traced == [False, True]
+
+
+@pytest.mark.parametrize("rows", [256, 0], ids=["as it lies", "in blocks"])
+def test_a_token_without_a_page(rows, monkeypatch):
+    """On CPUs an error with the entry; in plain lax NaN from there on, and no other sequence's."""
+    _by_rows(monkeypatch, rows)
+    world, size = 2, 2
+    q, k, v = tokens(2)
+    pages = jnp.zeros((world * 4, size, G, D))
+    table = jnp.array([[0, -1, -1, -1], [1, 2, 3, 0], [-1, 2, -1, 3]])
+    cache = KVCache(pages, pages, jnp.array([1, 1, 1]), table)
+    specs = (PAGED, P(), P(), P(), P())
+    fused, plainly = (
+        over_ranks(
+            functools.partial(module.attend_to_cache, axis_name="tp"), world, specs, (P(), PAGED)
+        )
+        for module in (jflux, jflux.reference)
+    )  # fmt: skip
+    new = jnp.array([2, 2, 0])
+    o, after = plainly(cache, q, k, v, new)  # the first sequence's second token has none
+    np.testing.assert_array_equal(np.isnan(o).all((1, 2, 3)), [True, False, False])
+    after = after._replace(block_table=table.at[0].set(jnp.array([0, 3, 1, 2])))
+    o, _ = plainly(after, q, k, v, jnp.ones(B, int))
+    assert np.isnan(o[0, 0]).all() and not np.isnan(o[1]).any()
+
+    def fill(module, lengths):
+        f = functools.partial(module.fill_cache, axis_name="tp", layout="contiguous")
+        part = P(None, "tp")
+        f = over_ranks(f, world, (PAGED, part, part, P()), PAGED)
+        return f(cache, *(jnp.tile(a, (1, 2, 1, 1)) for a in (k, v)), jnp.array(lengths))
+
+    filled = fill(jflux.reference, [3, 4, 0])
+    assert filled.lengths.tolist() == [9, 4, 0]
+    for bad in (-1, 4):
+        wrong = cache._replace(block_table=table.at[1, 0].set(bad))
+        message = f"give .*: those of new tokens in block_table must be from 0 to 3, got {bad}"
+        error, _ = jax.jit(checkify.checkify(fused))(wrong, q, k, v, jnp.array([1, 2, 0]))
+        with pytest.raises(checkify.JaxRuntimeError, match=f"attend_to_cache: {message}"):
+            error.throw()
+    if PLATFORM == "cpu":
+        message = "give .* those of new tokens in block_table must be from 0 to 3, got -1"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"jflux.attend_to_cache: {message}"):
+            jax.block_until_ready(fused(cache, q, k, v, new))
+        message = "give .* those of a prompt in block_table must be from 0 to 3, got -1"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"jflux.fill_cache: {message}"):
+            jax.block_until_ready(fill(jflux, [3, 4, 0]))
+
+
 def test_derivatives_with_a_cache_of_8_bits():
     """In q, as of what the cache means; none in k and v."""
     q, k, v = tokens(2, dtype=np.float32)
@@ -257,12 +379,19 @@ def test_groups_side_by_side_and_no_vma():
         np.testing.assert_allclose(o[:, j], row(q, k, v, np.full(B, j + 1))[:2], atol=1e-12)
 
 
-def test_derivatives_of_both_modes():
+@pytest.mark.parametrize("rows", [256, 0], ids=["as it lies", "in blocks"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_derivatives_of_both_modes(paged, rows, monkeypatch):
+    _by_rows(monkeypatch, rows)
     q, k, v = tokens(4, seed=4)
-    sinks = np.array([0.5, -1, 2, -3, 0, 1])
+    sinks, cache = np.array([0.5, -1, 2, -3, 0, 1]), empty(6)
+    if paged:
+        pages = jnp.full((8, 2, G, D), np.nan)
+        table = np.array([[5, 0, -1], [3, 7, -1], [1, 6, -1]])
+        cache = KVCache(pages, pages, cache.lengths, table)
 
     def f(q, k, v, sinks):
-        o, _ = jflux.attend_to_cache(empty(6), q, k, v, sinks=sinks)
+        o, _ = jflux.attend_to_cache(cache, q, k, v, sinks=sinks)
         return jnp.sum(jnp.sin(o))
 
     def plainly(q, k, v, sinks):
@@ -345,9 +474,8 @@ def test_positions_beyond_the_cache():
     full = empty(4)._replace(lengths=jnp.array([2, 4, 3]))
     step = jax.jit(checkify.checkify(jflux.attend_to_cache))
     error, _ = step(full, q, k, v)
-    with pytest.raises(
-        checkify.JaxRuntimeError, match="attend_to_cache: positions must be at most 3, got 4"
-    ):
+    message = "jflux.attend_to_cache: end a sequence .*: positions must be at most 3, got 4"
+    with pytest.raises(checkify.JaxRuntimeError, match=message):
         error.throw()
     error, _ = step(full._replace(lengths=jnp.array([0, 3, 2])), q, k, v)
     error.throw()
@@ -356,11 +484,33 @@ def test_positions_beyond_the_cache():
     error.throw()
 
 
+def test_errors_where_lengths_are_known():
+    """Outside of jit, on any device, before anything runs; in plain lax not."""
+    q, k, v = (a[:, :2] for a in tokens(2))
+    full = empty(4)._replace(lengths=jnp.array([1, 3, 4], jnp.int32))
+    message = "sequence 1 has 3 positions, and 2 more do not fit a cache of 4: end a sequence"
+    with pytest.raises(ValueError, match=f"jflux.attend_to_cache: {message}"):
+        jflux.attend_to_cache(full, q, k, v)
+    with pytest.raises(ValueError, match="attend_to_cache: new_lengths must be from 0 to 2, got 3"):
+        jflux.attend_to_cache(full, q, k, v, np.array([0, 3, 0]))
+    _, after = jflux.attend_to_cache(full, q, k, v, np.array([2, 1, 0], np.uint8))
+    assert after.lengths.tolist() == [3, 4, 4]
+    for wrong in (5, -1):
+        with pytest.raises(
+            ValueError, match=f"fill_cache: lengths must be from 0 to 4, got {wrong}"
+        ):
+            jflux.fill_cache(empty(4), *tokens(5)[1:], np.array([4, 0, wrong]))
+    assert np.isnan(jflux.reference.attend_to_cache(full, q, k, v)[0][1:]).all()
+    paged = KVCache(*jnp.zeros((2, 6, 2, G, D)), full.lengths, np.arange(6).reshape(B, 2))
+    with pytest.raises(ValueError, match=message):
+        jflux.attend_to_cache(paged, q, k, v)
+
+
 @pytest.mark.skipif(RANKS < 2, reason="two ranks")
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_sequence_that_goes_on_beyond_the_cache(count):
     """On CPUs an error with the value; in plain lax its tokens are NaN from there on, and no
-    other's."""
+    other's. Its length says so, and stays."""
     q, k, v = (a[:, :count] for a in tokens(2))
     full = empty(4)._replace(lengths=jnp.array([1, 4, 0], jnp.int32))
     new = jnp.array([count, count, 0])
@@ -376,19 +526,22 @@ def test_a_sequence_that_goes_on_beyond_the_cache(count):
     nan[1] = True
     o, cache = plainly(full, q, k, v, new)
     np.testing.assert_array_equal(np.isnan(o), nan)
+    np.testing.assert_array_equal(cache.lengths, [1 + count, 5, 0])
+    _, again = plainly(cache, q, k, v, np.array([0, 1, 1]))
+    np.testing.assert_array_equal(again.lengths, [1 + count, 5, 1])
     o, cache = plainly(cache._replace(lengths=full.lengths), q, k, v, new)
     np.testing.assert_array_equal(np.isnan(o), nan)
-    # Another number of tokens than there are. The sequence is full then.
+    # Another number of tokens than there are.
     o, cache = plainly(empty(4), q, k, v, jnp.array([0, count + 1, -1]))
     np.testing.assert_array_equal(np.isnan(o).any((1, 2, 3)), [False, True, True])
-    np.testing.assert_array_equal(cache.lengths, [0, 4, 4])
+    np.testing.assert_array_equal(cache.lengths, [0, 5, 5])
     last = jnp.full(B, np.iinfo(np.int32).max, jnp.int32)  # what follows is no int32
     assert np.isnan(plainly(full._replace(lengths=last), q, k, v, jnp.full(B, count))[0]).all()
     if PLATFORM != "cpu":
         np.testing.assert_array_equal(np.isnan(fused(full, q, k, v, new)[0]), nan)
         return
     for wrong, message in (
-        (new, "positions must be at most 3, got 4"),
+        (new, "end a sequence .*: positions must be at most 3, got 4"),
         (jnp.array([1, 0, -1]), f"new_lengths must be from 0 to {count}, got -1"),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"jflux.attend_to_cache: {message}"):
@@ -399,12 +552,17 @@ def test_a_prompt_that_is_shorter_than_its_length():
     k, v = tokens(2)[1:]
     lengths = jnp.array([2, 3, -1])
     cache = jflux.reference.fill_cache(empty(4), k, v, lengths)
-    np.testing.assert_array_equal(cache.lengths, [2, 4, 4])  # full: what comes next is NaN
+    np.testing.assert_array_equal(cache.lengths, [2, 5, 5])
+    o, cache = jflux.reference.attend_to_cache(cache, *(a[:, :1] for a in tokens(2)))
+    assert np.isnan(o[1:]).all() and not np.isnan(o[0]).any()
+    np.testing.assert_array_equal(cache.lengths, [3, 5, 5])
+    k, v = tokens(5)[1:]  # longer than the cache
+    cache = jflux.reference.fill_cache(empty(4), k, v, np.array([5, 4, 0]))
+    np.testing.assert_array_equal(cache.lengths, [5, 4, 0])
     if PLATFORM == "cpu":
-        with pytest.raises(
-            jax.errors.JaxRuntimeError, match="fill_cache: lengths must be from 0 to 2, got 3"
-        ):
-            jax.block_until_ready(jflux.fill_cache(empty(4), k, v, lengths))
+        message = "fill_cache: lengths must be from 0 to 4, got 5"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.block_until_ready(jax.jit(jflux.fill_cache)(empty(4), k, v, jnp.array([5, 4, 0])))
 
 
 @pytest.mark.parametrize(
@@ -416,6 +574,7 @@ def test_a_prompt_that_is_shorter_than_its_length():
         ({"q": (B, 2, H, D)}, "q must be .B, T, H, D. with the B, T and D of k"),
         ({"q": (B, 1, 5, D)}, "5 heads of queries must be a multiple of 2"),
         ({"q": (B, 9, H, D), "k": (B, 9, G, D), "v": (B, 9, G, D)}, "9 new tokens do not fit"),
+        ({"k": (4, 1, G, D), "v": (4, 1, G, D)}, "with the B and G of k.*; pages need kv_cache.bl"),
     ],
 )
 def test_operands_that_do_not_fit(change, message):
@@ -456,6 +615,15 @@ def test_other_errors():
         whole = P(None, "tp")
         with pytest.raises(ValueError, match=f"jflux.fill_cache: .*{what}"):
             over_ranks(fill, 2, (CACHE, whole, whole), CACHE)(empty(4), *tokens(2)[1:])
+    of_pages = empty(4)._replace(block_table=np.zeros((2, 1), int))
+    with pytest.raises(ValueError, match=r"block_table must be \[B, P\] with the B of k.*\(2, 1\)"):
+        jflux.attend_to_cache(of_pages, q, k, v)
+    with pytest.raises(TypeError, match="block_table must be integers, got float64"):
+        jflux.attend_to_cache(of_pages._replace(block_table=np.zeros((B, 1))), q, k, v)
+    with pytest.raises(ValueError, match="P a multiple of 2 ranks, got"):
+        attend = functools.partial(jflux.attend_to_cache, axis_name="tp")
+        odd = KVCache(*(np.zeros((2, 2, G, D)),) * 2, np.zeros(B, int), np.zeros((B, 3), int))
+        over_ranks(attend, 2, (PAGED, P(), P(), P()), (P(), PAGED))(odd, q, k, v)
     cache = jflux.fill_cache(empty(4), *tokens(5)[1:], np.array([4, 0, 1]))  # it ends with padding
     np.testing.assert_array_equal(cache.lengths, [4, 0, 1])
 

@@ -41,10 +41,11 @@ def operands(heads, groups, seed=0):
 
 
 def plain(x, query, key, value, out, sinks=None, *, ids=None, rotate=True, causal=True):
-    """With sinks the softmax has one more column, which is dropped."""
+    """With sinks the softmax has one more column, which is dropped. `rotate` may be positions."""
     q, k, v = (jnp.einsum("bsd,dhc->bshc", x, w) for w in (query, key, value))
-    if rotate:
-        q, k = jnn.rotary(q), jnn.rotary(k)
+    if rotate is not False:
+        at = jnp.arange(S) if rotate is True else rotate
+        q, k = jnn.Rotary()(q, at), jnn.Rotary()(k, at)
     group = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
     scores = jnp.einsum("bshc,bthc->bhst", q, k) / C**0.5
@@ -98,10 +99,38 @@ def test_of_global_arrays(context, tensor, layout):
     def layer(x, *weights):
         return jnn.attention(
             x, *weights, axis_name="tp", context_axis="cp", context_layout=layout, is_causal=True,
-            rotate=jnn.rotary, residual=x, mesh=mesh,
+            rotate=jnn.Rotary(), residual=x, mesh=mesh,
         )  # fmt: skip
 
     same(both(reordered(layer, context, layout), arrays), both(plain, arrays))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous", None])
+@pytest.mark.parametrize("batched", [True, False])
+def test_positions_that_a_rotation_gets(layout, batched):
+    """Of each rank's queries, in the order of the layout; None: without a context axis, padded."""
+    x, *weights = operands(4, 2)
+    x = x if layout else x[:, :-1]
+    length = x.shape[1]
+    mesh = make_mesh((2, min(2, RANKS // 2)), ("cp", "tp"))
+
+    def rotate(q, position):
+        assert position.shape == ((1, q.shape[1]) if batched else q.shape[:1])
+        assert position.dtype == jnp.int32
+        return q.at[..., 0].set(position[..., None])  # into the head's first element
+
+    def core(q, k, v, *, mask, is_causal):
+        return jnp.broadcast_to(q[..., :1], q.shape)
+
+    over = {"context_axis": "cp", "context_layout": layout} if layout else {}
+    out = np.zeros((4, C, D))
+    out[0, 0, 0] = 1
+    y = jnn.attention(
+        x if batched else x[0], *weights[:3], out, axis_name="tp", mesh=mesh, rotate=rotate,
+        core=core, **over,
+    )  # fmt: skip
+    want = jflux.causal_positions(S, 2, layout=layout) if layout else np.arange(length)
+    np.testing.assert_array_equal(y[..., 0], np.broadcast_to(want, y.shape[:-1]))
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
@@ -120,7 +149,7 @@ def test_inside_shard_map_with_documents(context, tensor, sequence_parallel):
         def own(x, ids, *weights):
             return jnn.attention(
                 x, *weights, axis_name="tp", context_axis="cp", is_causal=True,
-                rotate=functools.partial(jnn.rotary), residual=x, segment_ids=ids,
+                rotate=jnn.Rotary(), residual=x, segment_ids=ids,
                 sequence_parallel=sequence_parallel, num_kv_heads=2,
             )  # fmt: skip
 
@@ -130,7 +159,9 @@ def test_inside_shard_map_with_documents(context, tensor, sequence_parallel):
         )(x, in_order, *weights)  # fmt: skip
 
     got = both(reordered(layer, context, "zigzag"), arrays)
-    same(got, both(functools.partial(plain, ids=ids), arrays))
+    # Where each document begins at 0 again, as packed batches have it, scores are the same.
+    again = np.arange(S) - np.stack([np.searchsorted(row, row) for row in ids])
+    same(got, both(functools.partial(plain, ids=ids, rotate=again), arrays))
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -148,7 +179,7 @@ def test_sinks(context, tensor, inside):
     def layer(x, query, key, value, out, sinks, core=None, **over):
         return jnn.attention(
             x, query, key, value, out, sinks=sinks, axis_name="tp", context_axis="cp", core=core,
-            is_causal=True, rotate=jnn.rotary, residual=x, **over,
+            is_causal=True, rotate=jnn.Rotary(), residual=x, **over,
         )  # fmt: skip
 
     heads, sequence = P(None, "tp", None), P(None, ("cp", "tp"))
@@ -172,7 +203,7 @@ def test_sinks_without_a_context_axis(masked):
     def layer(x, query, key, value, out, sinks):
         return jnn.attention(
             x, query, key, value, out, sinks=sinks, axis_name="tp", is_causal=True, mask=mask,
-            rotate=jnn.rotary, residual=x, mesh=mesh,
+            rotate=jnn.Rotary(), residual=x, mesh=mesh,
         )  # fmt: skip
 
     want = both(functools.partial(plain, ids=ids), arrays)
@@ -205,7 +236,7 @@ def test_one_sequence_without_a_batch():
     x, *weights = operands(4, 2)
     mesh = make_mesh((2, 2) if RANKS >= 4 else (2, 1), ("cp", "tp"))
     layer = functools.partial(
-        jnn.attention, axis_name="tp", context_axis="cp", is_causal=True, rotate=jnn.rotary,
+        jnn.attention, axis_name="tp", context_axis="cp", is_causal=True, rotate=jnn.Rotary(),
         mesh=mesh,
     )  # fmt: skip
     got = jax.jit(reordered(lambda x: layer(x[0], *weights)[None], 2, "zigzag"))(x[:1])
@@ -216,7 +247,7 @@ def test_one_sequence_without_a_batch():
 def test_layers(kind):
     x = operands(4, 2)[0]
     options = {
-        "num_kv_heads": 2, "is_causal": True, "rotate": jnn.rotary, "context_axis": "cp",
+        "num_kv_heads": 2, "is_causal": True, "rotate": jnn.Rotary(), "context_axis": "cp",
         "dtype": jnp.float64, "param_dtype": jnp.float64, "use_bias": False, "head_dim": C,
         "use_sinks": True, "bias_init": nn.initializers.normal(1.0),
     }  # fmt: skip

@@ -24,7 +24,9 @@ LAYERS = {
     "column": lambda rngs: jnnx.ColumnParallelDense(8, 8, activation="gelu", rngs=rngs),
     "row": lambda rngs: jnnx.RowParallelDense(8, 8, rngs=rngs, kernel_init=DRAWN, bias_init=DRAWN),
     "mlp": lambda rngs: jnnx.MLP(8, 16, gated=True, rngs=rngs, kernel_init=DRAWN),
-    "attention": lambda rngs: jnnx.Attention(2, 8, rotate=jnn.rotary, is_causal=True, rngs=rngs),
+    "attention": lambda rngs: jnnx.Attention(
+        2, 8, rotate=jnn.Rotary(5e5, jnn.RotaryScaling()), is_causal=True, rngs=rngs
+    ),
     "embed": lambda rngs: jnnx.Embed(8, 8, rngs=rngs, embedding_init=DRAWN),
     "dot_general": lambda rngs: nnx.Linear(
         8, 8, rngs=rngs, dot_general=jnn.TensorParallel("tp").dot_general(("embed", "mlp"))

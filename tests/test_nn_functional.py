@@ -211,7 +211,7 @@ def _attention_specs(kv_is_whole):
 def test_attention(world, heads, kv_heads):
     if world > RANKS:
         pytest.skip("too few devices")
-    options = {"is_causal": True, "rotate": jnn.rotary}
+    options = {"is_causal": True, "rotate": jnn.Rotary()}
     whole = kv_heads % world != 0
     f = functools.partial(_attention, num_kv_heads=kv_heads, **options)
     plain = functools.partial(_plain_attention, **options)
@@ -255,12 +255,49 @@ def test_the_attention_of_jax():
 
 def test_rotary_is_a_rotation_by_position():
     (x,) = draw((POSITIONS, 2, 8))
-    y = jnn.rotary(x)
+    y = jnn.Rotary()(x)
     np.testing.assert_allclose(y[0], x[0])
     np.testing.assert_allclose((y**2).sum(-1), (x**2).sum(-1))
-    shifted = jnn.rotary(x, 7 + jnp.arange(POSITIONS))
+    shifted = jnn.Rotary()(x, 7 + jnp.arange(POSITIONS))
     dots = [np.einsum("shc,thc->hst", a, a) for a in map(np.asarray, (y, shifted))]
     np.testing.assert_allclose(*dots, atol=1e-9)
+
+
+def test_rotary_of_llama_31():
+    """Angles by the three cases of its published code: short waves, long ones, those between."""
+    scaling = jnn.RotaryScaling(factor=8.0, original_max_position_embeddings=64)
+    frequencies, want = 100.0 ** (-np.arange(8) / 8), []
+    for frequency in frequencies:
+        wave = 2 * np.pi / frequency
+        if wave < 64 / 4:
+            want.append(frequency)
+        elif wave > 64 / 1:
+            want.append(frequency / 8)
+        else:
+            smooth = (64 / wave - 1) / (4 - 1)
+            want.append((1 - smooth) * frequency / 8 + smooth * frequency)
+    assert 1 < sum(a not in (b, b / 8) for a, b in zip(want, frequencies, strict=True)) < 7
+    x = np.concatenate([np.ones((1, 1, 8)), np.zeros((1, 1, 8))], -1)  # turned: cos, sin
+    turned = jnn.Rotary(theta=100.0, scaling=scaling)(x, np.array([1.0]))
+    np.testing.assert_allclose(turned[0, 0], [*np.cos(want), *np.sin(want)], atol=1e-12)
+    linear = jnn.RotaryScaling(factor=4.0, original_max_position_embeddings=0)
+    (x,) = draw((POSITIONS, 2, 8))
+    at = np.arange(POSITIONS) / 4
+    np.testing.assert_allclose(jnn.Rotary(scaling=linear)(x), jnn.Rotary()(x, at), atol=1e-12)
+
+
+def test_rotary_of_a_part_of_each_head():
+    (x,) = draw((2, POSITIONS, 2, 8))
+    y = jnn.Rotary(width=6)(x)
+    np.testing.assert_array_equal(y[..., 6:], x[..., 6:])
+    np.testing.assert_array_equal(y[..., :6], jnn.Rotary()(x[..., :6]))
+    for wrong in (7, 10):
+        with pytest.raises(ValueError, match=f"width={wrong} must be even, and at most the 8"):
+            jnn.Rotary(width=wrong)(x)
+    with pytest.raises(ValueError, match="factor=0 must be greater than 0"):
+        jnn.RotaryScaling(factor=0)
+    with pytest.raises(ValueError, match="low_freq_factor=4.0 must be less than"):
+        jnn.RotaryScaling(low_freq_factor=4.0)
 
 
 @pytest.mark.parametrize(

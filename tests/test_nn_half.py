@@ -27,7 +27,7 @@ class LinenModel(nn.Module):
     def __call__(self, tokens, targets):
         embed = jlinen.Embed(VOCABULARY, WIDTH, dtype=self.dtype)
         attention = jlinen.Attention(
-            HEADS, num_kv_heads=HEADS, is_causal=True, rotate=jnn.rotary, axes=AXES,
+            HEADS, num_kv_heads=HEADS, is_causal=True, rotate=jnn.Rotary(), axes=AXES,
             dtype=self.dtype,
         )  # fmt: skip
         mlp = jlinen.MLP(HIDDEN, gated=True, activation="silu", dtype=self.dtype)
@@ -43,7 +43,7 @@ class NNXModel(nnx.Module):
         self.embed = jnnx.Embed(VOCABULARY, WIDTH, **own)
         self.norms = nnx.List([nnx.RMSNorm(WIDTH, **own) for _ in range(2)])
         self.attention = jnnx.Attention(
-            HEADS, WIDTH, num_kv_heads=HEADS, is_causal=True, rotate=jnn.rotary, axes=AXES, **own
+            HEADS, WIDTH, num_kv_heads=HEADS, is_causal=True, rotate=jnn.Rotary(), axes=AXES, **own
         )
         self.mlp = jnnx.MLP(WIDTH, HIDDEN, gated=True, activation="silu", **own)
 

@@ -214,7 +214,7 @@ class LinenModel(nn.Module):
     def __call__(self, tokens, targets):
         embed = jlinen.Embed(VOCABULARY, WIDTH)
         x = embed(tokens)
-        x = jlinen.Attention(HEADS, num_kv_heads=2, is_causal=True, rotate=jnn.rotary, axes=(
+        x = jlinen.Attention(HEADS, num_kv_heads=2, is_causal=True, rotate=jnn.Rotary(), axes=(
             "embed", "heads", None, "kv"), **HIGHEST)(nn.RMSNorm()(x), residual=x)  # fmt: skip
         x = jlinen.MLP(HIDDEN, gated=True, activation="silu", **HIGHEST)(
             nn.RMSNorm()(x), residual=x
@@ -227,7 +227,7 @@ class NNXModel(nnx.Module):
         self.embed = jnnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
         self.norms = nnx.List([nnx.RMSNorm(WIDTH, rngs=rngs) for _ in range(2)])
         self.attention = jnnx.Attention(
-            HEADS, WIDTH, num_kv_heads=2, is_causal=True, rotate=jnn.rotary,
+            HEADS, WIDTH, num_kv_heads=2, is_causal=True, rotate=jnn.Rotary(),
             axes=("embed", "heads", None, "kv"), rngs=rngs, **HIGHEST,
         )  # fmt: skip
         self.mlp = jnnx.MLP(WIDTH, HIDDEN, gated=True, activation="silu", rngs=rngs, **HIGHEST)

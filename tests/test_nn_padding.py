@@ -146,13 +146,13 @@ def test_attention(length, mask, is_causal):
     def layer(x, query, key, value, out, key_bias, residual):
         return jnn.attention(
             x, query, key, value, out, bias=(None, key_bias, None, None), residual=residual,
-            mask=mask, is_causal=is_causal, rotate=jnn.rotary, axis_name="tp", x_spec=P("data"),
+            mask=mask, is_causal=is_causal, rotate=jnn.Rotary(), axis_name="tp", x_spec=P("data"),
             core=core,
         )  # fmt: skip
 
     def plain(x, query, key, value, out, key_bias, residual):
         q, k, v = (jnp.einsum("bsd,dhc->bshc", x, w) for w in (query, key, value))
-        q, k = jnn.rotary(q), jnn.rotary(k + key_bias)
+        q, k = jnn.Rotary()(q), jnn.Rotary()(k + key_bias)
         o = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=is_causal)
         return jnp.einsum("bshc,hcd->bsd", o, out) + residual
 
@@ -228,7 +228,7 @@ def test_linen_layers():
             options = {"x_spec": P("data")}
             embed = linen.Embed(VOCAB, D, **options)
             x = embed(tokens)
-            attention = linen.Attention(HEADS, is_causal=True, rotate=jnn.rotary, **options)
+            attention = linen.Attention(HEADS, is_causal=True, rotate=jnn.Rotary(), **options)
             x = attention(nn.LayerNorm()(x), residual=x)
             x = linen.MLP(HIDDEN, gated=True, **options)(nn.LayerNorm()(x), residual=x)
             h = linen.ColumnParallelDense(HIDDEN, activation="relu", **options)(x)

@@ -202,7 +202,7 @@ BASIC = {
         P(),
         (_normal(3, 8),),
     ),
-    "positions": (jnn.rotary, (COLUMNS,), COLUMNS, (_normal(1, 8, 2, 4),)),
+    "positions": (jnn.Rotary(), (COLUMNS,), COLUMNS, (_normal(1, 8, 2, 4),)),
     "on a grid": (
         lambda x, w, s: _on_a_grid(x, w, s),
         (P(None, None, "tp"), ROWS, ROWS),

@@ -93,5 +93,5 @@ def test_a_cache_does_not_take_them(wide):
     whole = np.zeros((2, 4, 1, 8))
     new = [np.ones((2, 1, heads, 8)) for heads in (2, 1, 1)]
     kv_cache = jflux.KVCache(whole, whole, np.array([wide, 2]))
-    _, grown = jflux.attend_to_cache(kv_cache, *new)
+    _, grown = jax.jit(jflux.attend_to_cache)(kv_cache, *new)
     np.testing.assert_array_equal(np.asarray(grown.keys)[..., 0, 0], [none, [0, 0, 1, 0]])

@@ -27,6 +27,16 @@ def to_int32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.int32)
 
 
+def known(x: Any) -> np.ndarray | None:
+    """The values of an array where they are known: outside of functions that JAX traces. None in
+    these, and for an array of which this process has a part. It waits for them."""
+    if isinstance(x, jax.core.Tracer):
+        return None
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        return None
+    return np.asarray(x)
+
+
 def in_range(
     x: jax.Array, low: int | None, high: int, what: str, *, raises: bool = False
 ) -> jax.Array:

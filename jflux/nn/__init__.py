@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from .._ops.products.ragged_dot import ragged_dot as ragged_dot
 from .._ops.products.ragged_dot import ragged_dot_general as ragged_dot_general
 from ._attention import attention as attention
-from ._attention import rotary as rotary
 from ._attention_fn import attention_fn as attention_fn
 from ._cache import cache_specs as cache_specs
 from ._cache import init_cache as init_cache
@@ -23,6 +22,8 @@ from ._dot_general import DotGeneral as DotGeneral
 from ._dot_general import TensorParallel as TensorParallel
 from ._moe import MixtureOutput as MixtureOutput
 from ._moe import mixture as mixture
+from ._rotary import Rotary as Rotary
+from ._rotary import RotaryScaling as RotaryScaling
 from ._rules import logical_axis_rules as logical_axis_rules
 from ._vocabulary import cross_entropy as cross_entropy
 from ._vocabulary import embed as embed

@@ -10,13 +10,14 @@ from typing import Any, Required, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from .._ops._epilogue import in_rows, sum_dtype
 from .._ops._recipe import AnyRecipe
 from .._ops.attention import _one_device, _sinks
+from .._ops.attention._kv_cache_parts import capacity_of, check_known
 from .._ops.attention.attention import attention as over_ranks
 from .._ops.attention.kv_cache import KVCache, attend_to_cache, fill_cache, new_positions
 from .._ops.attention.sequence_layouts import Layout, check_layout, check_length, own_positions
@@ -140,10 +141,10 @@ def attention(
     :func:`jflux.attention` attends. A model without tensor parallelism has an `axis_name` of one
     rank. N and C must divide s.
 
-    With `cache`, of :func:`init_cache`, the positions of x follow those that the cache has, and are
-    added to it. Attention is causal, over both. In decoding x [b, t/N, d] has t new tokens of each
-    sequence, the same along `context_axis`, which splits the cache alone. With `prefill` x is a
-    prompt, split as without a cache, and what the cache had before is gone.
+    With `cache`, of :func:`init_cache`, paged or not, the positions of x follow those that the
+    cache has, and are added to it. Attention is causal, over both. In decoding x [b, t/N, d] has t
+    new tokens of each sequence, the same along `context_axis`, which splits the cache alone. With
+    `prefill` x is a prompt, split as without a cache, and what the cache had before is gone.
 
     Args:
       x: [b, s/N, d] or [s/N, d].
@@ -153,9 +154,12 @@ def attention(
         with `context_axis`.
       is_causal: no position attends to a later one.
       num_kv_heads: g. Needed inside ``shard_map`` alone, and only if N does not divide it.
-      rotate: applied to queries and keys, [b, s, heads, c], of all positions; such as
-        :func:`rotary`. With `context_axis` it is called as ``rotate(q, position)``, with q
-        [b, s/C, heads, c] and its positions int32 [s/C]; in decoding, with positions [b, t].
+      rotate: called as ``rotate(q, position)``, and with keys, for q [b, s, heads, c] and the
+        positions that they have in their sequences, int32 [b, s], or [1, s] where all sequences
+        have the same; such as :class:`Rotary`. With `context_axis` these are the rank's own s/C
+        positions; in decoding those after what the cache has, and -1 for padding. Documents of
+        `segment_ids` do not begin at 0 again: after a rotation scores depend on differences of
+        positions alone.
       core: called as ``core(q, k, v, mask=..., is_causal=...)`` for q [b, s, h/N, c] and k, v
         [b, s, g/N, c], with `sinks` also with ``sinks=``; by default
         ``jax.nn.dot_product_attention``, on GPUs by cuDNN for calls that cuDNN takes (then there is
@@ -178,15 +182,16 @@ def attention(
       preferred_element_type, precision, mesh, x_spec: as in :func:`jflux.all_gather_matmul`.
 
     Returns:
-      [b, s/N, d]; with `cache` that and the cache. A position beyond the cache is an error on CPUs,
-      and under ``checkify.user_checks``; elsewhere its y is NaN (:func:`jflux.attend_to_cache`,
-      :func:`jflux.fill_cache`).
+      [b, s/N, d]; with `cache` that and the cache. A position beyond the cache is a ValueError
+      where the lengths are known, outside of ``jit``, and an error on CPUs and under
+      ``checkify.user_checks``. Elsewhere its y is NaN, and the sequence's length is more than the
+      cache has from then on (:func:`jflux.attend_to_cache`, :func:`jflux.fill_cache`).
     """
     if len(bias) != 4:
         raise ValueError(f"{_OP}: bias must be four arrays or None, got {len(bias)}")
     operands = _Operands(
         x, query, key, value, out, residual, mask, segment_ids, sinks, new_lengths,
-        *(cache or (None, None, None)), *bias,
+        *(KVCache(*cache) if cache else (None,) * 4), *bias,
     )  # fmt: skip
     options = _Options(
         axis_name, is_causal, rotate, core, context_axis, context_layout, prefill, cache_core,
@@ -194,6 +199,7 @@ def attention(
     )  # fmt: skip
     options.check(operands)
     if not meshes.is_bound(axis_name):
+        options.check_room(operands)
         return _over_global_arrays(options, operands, mesh, x_spec)
     kv_is_whole = meshes.axis_size(axis_name) > 1 and key.shape[1] == num_kv_heads
     return _attention(options, kv_is_whole, **vars(operands))
@@ -216,6 +222,7 @@ class _Operands:
     cache_keys: Any
     cache_values: Any
     cache_lengths: Any
+    cache_block_table: Any
     query_bias: Any
     key_bias: Any
     value_bias: Any
@@ -225,7 +232,9 @@ class _Operands:
     def cache(self) -> KVCache | None:
         if self.cache_keys is None:
             return None
-        return KVCache(self.cache_keys, self.cache_values, self.cache_lengths)
+        return KVCache(
+            self.cache_keys, self.cache_values, self.cache_lengths, self.cache_block_table
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,6 +291,18 @@ class _Options:
                 "functools.partial(jflux.attend_to_cache, axis_name=context_axis, window=...)"
             )
 
+    def check_room(self, a: _Operands) -> None:
+        """Raises for sequences that go on beyond a whole cache, if their lengths are known."""
+        if (cache := a.cache) is None:
+            return
+        tokens, most = a.x.shape[1], capacity_of(cache)
+        if self.prefill and a.new_lengths is None:  # an error of shapes
+            return
+        if self.prefill:
+            check_known(_OP, "new_lengths", np.int64(0), a.new_lengths, min(tokens, most), most)
+        else:
+            check_known(_OP, "new_lengths", cache.lengths, a.new_lengths, tokens, most)
+
     @property
     def of_products(self) -> dict[str, Any]:
         """Those that the products of a layer take."""
@@ -297,14 +318,14 @@ class _Options:
         """Queries and keys, turned by their positions."""
         if self.rotate is None:
             return q, k
-        length, positions = q.shape[-3], None
+        length = q.shape[-3]
         if self.decodes(a):
             positions = new_positions(a.cache_lengths, length, a.new_lengths)
-        elif self.context_axis is not None:
+        else:
             rank, ranks = meshes.rank_and_size(self.context_axis)
             positions = own_positions(rank, length, ranks, self.context_layout)
-        at = () if positions is None else (positions,)
-        return self.rotate(q, *at), self.rotate(k, *at)
+            positions = positions.reshape(*(1,) * (q.ndim - 3), length)
+        return self.rotate(q, positions), self.rotate(k, positions)
 
     def attend(
         self, a: _Operands, q: jax.Array, k: jax.Array, v: jax.Array
@@ -347,8 +368,9 @@ def _over_global_arrays(options: _Options, a: _Operands, mesh: Any, x_spec: Any)
     split = (*of_positions, *names) if options.sequence_parallel else of_positions
     sequence = PartitionSpec(*batch, split or None, None)
     of_cache = _cache.cache_specs(
-        axis_name, context_axis=options.context_axis, x_spec=PartitionSpec(*batch)
-    )
+        axis_name, context_axis=options.context_axis, x_spec=PartitionSpec(*batch),
+        paged=a.cache_block_table is not None,
+    )  # fmt: skip
     kv_is_whole = a.key.shape[1] % math.prod(mesh.shape.get(name, 1) for name in names) != 0
     kv_names = None if kv_is_whole else names
     kv, kv_bias = PartitionSpec(None, kv_names, None), PartitionSpec(kv_names, None)
@@ -357,7 +379,7 @@ def _over_global_arrays(options: _Options, a: _Operands, mesh: Any, x_spec: Any)
         sequence, PartitionSpec(None, names, None), kv, kv, PartitionSpec(names, None, None),
         sequence, PartitionSpec(*mask_batch), PartitionSpec(*batch, context or None),
         PartitionSpec(names), of_cache.lengths, of_cache.keys, of_cache.values, of_cache.lengths,
-        PartitionSpec(names, None), kv_bias, kv_bias, PartitionSpec(),
+        of_cache.lengths, PartitionSpec(names, None), kv_bias, kv_bias, PartitionSpec(),
     )  # fmt: skip
     y = global_arrays.with_specs(
         functools.partial(_attention, options, kv_is_whole, added=padding.added), "nn.attention",
@@ -421,27 +443,3 @@ def _own_heads(heads: int, axis_name: AxisName, *all_heads: jax.Array) -> list[j
     first = lax.axis_index(meshes.as_tuple(axis_name)) * heads
     index = (first + jnp.arange(count) * (heads // count)) // group
     return [jnp.take(a, index, axis=-2) for a in all_heads]
-
-
-def rotary(
-    x: jax.Array, position: jax.Array | None = None, *, theta: float = 10_000.0
-) -> jax.Array:
-    """Rotary position embedding (arXiv 2104.09864, equation 34) of x [..., s, heads, c].
-
-    Element i of a head turns with element i + c/2, as in Llama's published weights; the paper pairs
-    neighbours.
-
-    Args:
-      position: [s], or [b, s] where those of each sequence are others; 0 to s - 1 by default.
-      theta: the base of the wave lengths.
-    """
-    wide = sum_dtype(x.dtype)
-    half = x.shape[-1] // 2
-    position = jnp.arange(x.shape[-3]) if position is None else position
-    turns = theta ** (-jnp.arange(half, dtype=wide) / half)
-    if jnp.issubdtype(position.dtype, jnp.integer):
-        position = position.astype(wide)
-    angle = position[..., None] * in_rows(turns, position[..., None])
-    a, b = jnp.split(x.astype(wide), 2, axis=-1)
-    sin, cos = (in_rows(f(angle)[..., None, :], a) for f in (jnp.sin, jnp.cos))
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)

@@ -86,18 +86,46 @@ def sizes_of_attention(
     return heads, kv_heads, head_dim or d // heads
 
 
-#: What a layer's state calls the arrays of its cache, as Flax's own attention layers do.
+#: What a layer's state calls the arrays of its cache, as Flax's own attention layers do. The block
+#: table of a paged cache is no state: it is one for all layers, and calls get it.
 CACHED = ("cached_key", "cached_value", "cache_index")
 
 
-def empty_cache(layer: Any, shape: Sequence[int], *heads: int, dtype: Any, x_spec: Any) -> KVCache:
+def empty_cache(
+    layer: Any,
+    shape: Sequence[int],
+    *heads: int,
+    dtype: Any,
+    x_spec: Any,
+    page_size: int | None,
+    pages: int | None,
+) -> KVCache:
     """A cache of an attention layer, for activations of a shape, [b, S, d].
 
     Args:
       heads: of queries, of keys and values; elements of one.
+      page_size, pages: as in :func:`jflux.nn.init_cache`.
     """
     queries, kv_heads, head_dim = heads
     return init_cache(
         shape[0], shape[1], queries, head_dim, num_kv_heads=kv_heads, dtype=dtype,
         axis_name=layer.axis_name, context_axis=layer.context_axis, x_spec=x_spec,
+        page_size=page_size, pages=pages,
     )  # fmt: skip
+
+
+def cache_of(kind: str, arrays: Sequence[Any], block_table: Any, paged: bool) -> KVCache | None:
+    """The cache of a layer's arrays, None for none. Raises for a paged one without a block table,
+    and for a block table without one."""
+    paged = paged and len(arrays) > 0
+    if paged and block_table is None:
+        raise ValueError(f"jflux.nn.{kind}.Attention: the cache is paged; pass block_table=")
+    if block_table is not None and not paged:
+        raise ValueError(
+            f"jflux.nn.{kind}.Attention: block_table= is for a paged cache; make one with "
+            "page_size= and pages="
+        )
+    if not arrays:
+        return None
+    keys, values, lengths = arrays
+    return KVCache(keys, values, lengths, block_table)

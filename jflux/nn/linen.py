@@ -188,6 +188,10 @@ class Attention(_Layer):
         and ``cache_index``, the lengths, int32 [b]. They are split as
         :func:`jflux.nn.cache_specs` says.
       cache_core: as in :func:`jflux.nn.attention`.
+      cache_dtype: by default that of the layer's computation; of 8 bits, ``cached_key`` and
+        ``cached_value`` are a :class:`jflux.Scaled` each.
+      page_size, pages: of a paged cache, as in :func:`jflux.nn.init_cache`; ``cached_key`` and
+        ``cached_value`` are then [pages of all ranks, page_size, g, head_dim].
       use_sinks: there is a parameter ``sinks`` [heads], a logit of each head in the denominator of
         its softmax (:func:`jflux.attention`). `bias_init` draws it.
       axes: logical names of d, of heads, of heads of keys and values, and of a head's elements.
@@ -205,6 +209,9 @@ class Attention(_Layer):
     _: dataclasses.KW_ONLY
     decode: bool = False
     cache_core: Callable[..., tuple[jax.Array, KVCache]] | None = None
+    cache_dtype: Any = None
+    page_size: int | None = None
+    pages: int | None = None
     use_sinks: bool = False
 
     @nn.compact
@@ -217,9 +224,12 @@ class Attention(_Layer):
         *,
         new_lengths: jax.Array | None = None,
         prefill: bool = False,
+        block_table: jax.Array | None = None,
     ) -> jax.Array:
         """`mask`, `segment_ids`, and with `decode` `new_lengths` and `prefill`, are as in
-        :func:`jflux.nn.attention`; `residual` [b, s/N, d] is added to the result."""
+        :func:`jflux.nn.attention`; `residual` [b, s/N, d] is added to the result. `block_table`,
+        integers [b, P], says which pages of a paged cache the sequences have
+        (:class:`jflux.KVCache`), one table for all layers; ``init`` needs none."""
         d = x.shape[-1]
         heads, kv_heads, c = _flax.sizes_of_attention(
             d, self.num_heads, self.num_kv_heads, self.head_dim
@@ -242,6 +252,7 @@ class Attention(_Layer):
             "segment_ids": segment_ids, "sinks": sinks, **options_of(self),
         }  # fmt: skip
         if not self.decode:
+            _flax.cache_of("linen", (), block_table, False)
             return _attention.attention(
                 x, *weights[::2], new_lengths=new_lengths, prefill=prefill, **options
             )
@@ -249,16 +260,25 @@ class Attention(_Layer):
 
         def empty(field: int) -> Any:
             spec = global_arrays._spec(x, self.x_spec)
-            cache = _flax.empty_cache(self, x.shape, heads, kv_heads, c, dtype=x.dtype, x_spec=spec)
+            cache = _flax.empty_cache(
+                self, x.shape, heads, kv_heads, c, dtype=self.cache_dtype or x.dtype, x_spec=spec,
+                page_size=self.page_size, pages=self.pages,
+            )  # fmt: skip
             return cache[field]
 
+        if not there and self.page_size is not None and block_table is None:
+            block_table = jnp.zeros_like(empty(3))  # any page: the result is nobody's
         cached = [self.variable("cache", name, empty, i) for i, name in enumerate(_flax.CACHED)]
         y, cache = _attention.attention(
-            x, *weights[::2], cache=KVCache(*(variable.value for variable in cached)),
+            x, *weights[::2],
+            cache=_flax.cache_of(
+                "linen", [variable.value for variable in cached], block_table,
+                self.page_size is not None,
+            ),
             new_lengths=new_lengths, prefill=prefill, cache_core=self.cache_core, **options,
         )  # fmt: skip
         if there:  # `init` leaves it empty
-            for variable, array in zip(cached, cache, strict=True):
+            for variable, array in zip(cached, cache[: len(cached)], strict=True):
                 variable.value = array
         return y
 

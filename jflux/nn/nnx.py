@@ -320,7 +320,7 @@ class Attention(_Layer):
         new = _New(rngs, kernel_init, bias_init)
         self.is_causal, self.rotate, self.core = is_causal, rotate, core
         self.context_axis, self.context_layout = context_axis, context_layout
-        self.decode, self.cache_core = decode, cache_core
+        self.decode, self.cache_core, self.paged = decode, cache_core, False
         heads, self.num_kv_heads, c = _flax.sizes_of_attention(
             in_features, num_heads, num_kv_heads, head_dim
         )
@@ -346,10 +346,13 @@ class Attention(_Layer):
         new_lengths: jax.Array | None = None,
         prefill: bool = False,
         decode: bool | None = None,
+        block_table: jax.Array | None = None,
     ) -> jax.Array:
         """`mask`, `segment_ids`, and with a cache `new_lengths` and `prefill`, are as in
         :func:`jflux.nn.attention`; `residual` [b, s/N, in_features] is added to the result.
-        `decode` is for this call, in place of the layer's."""
+        `decode` is for this call, in place of the layer's. `block_table`, integers [b, P], says
+        which pages of a paged cache the sequences have (:class:`jflux.KVCache`), one table for all
+        layers."""
         products = (self.query, self.key, self.value, self.out)
         x, *weights = in_one_type(self.dtype, x, *(a for one in products for a in one.weights()))
         cached: list[Any] = []
@@ -365,28 +368,42 @@ class Attention(_Layer):
             core=self.core, context_axis=self.context_axis, context_layout=self.context_layout,
             segment_ids=segment_ids, sinks=self.sinks[...] if self.use_sinks else None,
             new_lengths=new_lengths, prefill=prefill,
-            cache=KVCache(*(a[...] for a in cached)) if cached else None,
+            cache=_flax.cache_of("nnx", [a.get_value() for a in cached], block_table, self.paged),
             cache_core=self.cache_core, **options_of(self),
         )  # fmt: skip
         if not cached:
             return found
-        for variable, array in zip(cached, found[1], strict=True):
-            variable[...] = array
+        for variable, array in zip(cached, found[1][: len(cached)], strict=True):
+            variable.set_value(array)  # keys and values may be pairs, of 8 bits and scales
         return found[0]
 
-    def init_cache(self, input_shape: tuple[int, ...], dtype: Any = None) -> None:
+    def init_cache(
+        self,
+        input_shape: tuple[int, ...],
+        dtype: Any = None,
+        *,
+        page_size: int | None = None,
+        pages: int | None = None,
+    ) -> None:
         """Makes the cache, empty, or empties it: ``cached_key`` and ``cached_value``
         [b, S, g, head_dim] and ``cache_index``, the lengths, int32 [b], as ``nnx.Cache``. They are
         split as :func:`jflux.nn.cache_specs` says.
 
         Args:
           input_shape: (b, S, in_features), S for the longest sequence.
-          dtype: by default that of the layer's computation.
+          dtype: by default that of the layer's computation; of 8 bits, keys and values are a
+            :class:`jflux.Scaled` each.
+          page_size, pages: of a paged cache, as in :func:`jflux.nn.init_cache`; keys and values are
+            then [pages of all ranks, page_size, g, head_dim], and calls need `block_table`.
         """
         dtype = dtype or self.dtype or self.param_dtype
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
-        cache = _flax.empty_cache(self, input_shape, *heads, dtype=dtype, x_spec=self.x_spec)
-        for name, array in zip(_flax.CACHED, cache, strict=True):
+        cache = _flax.empty_cache(
+            self, input_shape, *heads, dtype=dtype, x_spec=self.x_spec, page_size=page_size,
+            pages=pages,
+        )  # fmt: skip
+        self.paged = page_size is not None
+        for name, array in zip(_flax.CACHED, cache[: len(_flax.CACHED)], strict=True):
             setattr(self, name, nnx.Cache(array))
 
 

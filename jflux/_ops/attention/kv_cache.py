@@ -1,14 +1,16 @@
 """Attention of new tokens to a cache of keys and values that grows with them, split over ranks by
-position or whole."""
+position or whole, in rows or in pages."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from ..._call import value_checks
 from ..._ranks import meshes
@@ -17,31 +19,16 @@ from .._epilogue import sum_dtype
 from .._recipe import Format
 from .._scaled import Scaled
 from . import _flash_decode_primitive, _sinks, decode_merge, flash_attention, update_cache
-from ._blockwise import Positions, Scores
-from ._checks import DTYPES, scale_of, softcap_of, window_of
+from ._blockwise import NOWHERE, Positions, Scores
+from ._checks import scale_of, softcap_of, window_of
+from ._kv_cache_parts import ADVICE, ADVICE_ON_PAGES, check_cache, check_known, part_of
+from ._kv_cache_parts import KVCache as KVCache
 from .sequence_layouts import Layout, check_length, own_positions
 
 #: The most rows of queries, tokens times heads, that are multiplied with the cache as it lies in
 #: memory (_flash_decode_primitive.py). More rows pay for a transposition of it
 #: (flash_attention.py).
 MOST_ROWS = 256
-
-
-class KVCache(NamedTuple):
-    """Keys and values of the tokens so far, of one attention layer. A pytree of arrays.
-
-    Attributes:
-      keys, values: [B, S, G, D], or a rank's [B, S/N, G, D], of one type, float16, bfloat16,
-        float32 or float64: rank r of N has the positions r S/N to (r + 1) S/N - 1. Or both are
-        :class:`jflux.Scaled`, of float8_e4m3fn, float8_e5m2 or int8, half of the bytes: with a
-        scale for each position's head, [B, S/N, G, 1], which new ones get as they are written, or
-        for each head, [1, 1, G, 1], which the caller chooses and which stays.
-      lengths: int32 [B], how many positions of each sequence are filled; the same on all ranks.
-    """
-
-    keys: jax.Array | Scaled
-    values: jax.Array | Scaled
-    lengths: jax.Array
 
 
 def _as_in(cache: jax.Array | Scaled, new: jax.Array) -> tuple[Any, Any]:
@@ -86,7 +73,7 @@ def fill_cache(
 
         kv_cache [B, S/N, G, D]   k, v [B, s/N, G, D]   lengths [B]   ->   kv_cache
 
-    The prompt is split over the ranks as :func:`jflux.attention` takes it.
+    The prompt is split over the ranks as :func:`jflux.attention` takes it. The cache may be paged.
 
     Args:
       lengths: integers [B], how many of the s positions are a sequence's own, the same on all
@@ -96,13 +83,15 @@ def fill_cache(
 
     Returns:
       The cache, with `lengths`. A length that is not from 0 to s, or more than the cache has, is an
-      error with the value (*Raises*, below). Where the call does not raise, the sequence's cache is
-      full then, and what is decoded next is NaN.
+      error with the value (*Raises*, below), and so is a page that a prompt needs and `block_table`
+      does not have. Where the call does not raise, that sequence has the length S + 1, and what is
+      decoded next is NaN.
 
     Raises:
-      ValueError, TypeError: operands that do not fit, when the call is traced.
+      ValueError, TypeError: operands that do not fit, when the call is traced; and such lengths,
+        where they are known: outside of functions that JAX traces.
       NameError: for an `axis_name` outside ``shard_map``.
-      jax.errors.JaxRuntimeError: on CPUs, when it runs, for such a length.
+      jax.errors.JaxRuntimeError: on CPUs, when it runs, for such a length or page.
       checkify.JaxRuntimeError: for one under ``checkify.user_checks``, on any device.
 
     Examples:
@@ -155,10 +144,11 @@ def attend_to_cache(
         kv_cache [B, S/N, G, D]   q [B, T, H, D]   k, v [B, T, G, D]   ->   o [B, T, H, D], kv_cache
 
     Token j of a sequence of length l has position l + j (:func:`new_positions`). New tokens,
-    lengths and o are the same on all ranks. A rank attends to its part of the cache, up to 16 new
-    tokens of each sequence in the kernel of :func:`jflux.flash_decode`, and the ranks' outputs and
-    log-sum-exps, [B, T, H, D + 1] float32 (float64) numbers from each, are merged as there. A
-    prompt of an empty cache takes less with :func:`jflux.attention` and :func:`fill_cache`.
+    lengths and o are the same on all ranks. The cache may be paged (:class:`KVCache`). A rank
+    attends to its part of the cache, up to 16 new tokens of each sequence in the kernel of
+    :func:`jflux.flash_decode`, and the ranks' outputs and log-sum-exps, [B, T, H, D + 1] float32
+    (float64) numbers from each, are merged as there. A prompt of an empty cache takes less with
+    :func:`jflux.attention` and :func:`fill_cache`.
 
     A cache that the caller gives away (donates, or carries through a loop) is written in place.
     Differentiable in both modes. With a cache of 8 bits only in q and `sinks`: derivatives in k and
@@ -176,16 +166,17 @@ def attend_to_cache(
       scale: of the scores; by default 1 / sqrt(D).
 
     Returns:
-      o of q's type, and the cache, whose lengths have grown by `new_lengths`. A position beyond the
-      cache is an error with the value (*Raises*, below), and so is one of `new_lengths` that is not
-      from 0 to T. Where the call does not raise, o of that sequence is NaN, and NaN is written at
-      the sequence's last position, so that what follows is NaN too. On GPUs the kernel reports it
-      besides, as that of :func:`jflux.flash_decode` does.
+      o of q's type, and the cache, whose lengths have grown by `new_lengths`. Errors with the value
+      (*Raises*, below) are a position beyond the cache, one of `new_lengths` that is not from 0 to
+      T, and a new token whose page `block_table` does not have. Where the call does not raise, o of
+      that sequence is NaN, and its length is S + 1 from then on, so that what follows is NaN too.
+      On GPUs the kernel reports it besides, as that of :func:`jflux.flash_decode` does.
 
     Raises:
-      ValueError, TypeError: operands that do not fit, when the call is traced.
+      ValueError, TypeError: operands that do not fit, when the call is traced; and such lengths,
+        where they are known: outside of functions that JAX traces.
       NameError: for an `axis_name` outside ``shard_map``.
-      jax.errors.JaxRuntimeError: on CPUs, when it runs, for such a position or number.
+      jax.errors.JaxRuntimeError: on CPUs, when it runs, for such a position, number or page.
       checkify.JaxRuntimeError: for one under ``checkify.user_checks``, on any device.
 
     Examples:
@@ -267,27 +258,39 @@ def _fill(
     layout: Layout,
 ) -> KVCache:
     op = "jflux.fill_cache"
-    _check_cache(op, kv_cache, k, v, lengths, "lengths")
-    rank, ranks = meshes.rank_and_size(axis_name)
-    check_length(op, layout, ranks, "k", k)
-    batch, here = k.shape[:2]
-    size = kv_cache.keys.shape[1]
-    if lengths is None and here > size:
+    check_cache(op, kv_cache, k, v, lengths, "lengths")
+    part = part_of(op, kv_cache, axis_name)
+    check_length(op, layout, part.ranks, "k", k)
+    batch, tokens = k.shape[0], part.ranks * k.shape[1]
+    if lengths is None and tokens > part.capacity:
         raise ValueError(
-            f"{op}: a prompt of {ranks * here} positions does not fit a cache of {ranks * size}; "
+            f"{op}: a prompt of {tokens} positions does not fit a cache of {part.capacity}; "
             "pass lengths if it ends with padding"
         )
-    at = own_positions(rank, here, ranks, layout)
+    at = own_positions(part.rank, k.shape[1], part.ranks, layout)
     if lengths is None:
-        lengths = jnp.full(batch, ranks * here, jnp.int32)
+        lengths = jnp.full(batch, tokens, jnp.int32)
     else:
-        lengths, are_right = _counts(f"{op}: lengths", lengths, ranks * here, ops.raises)
-        lengths = jnp.where(are_right, lengths, ranks * size)
-    positions = jnp.where(at[None] < lengths[:, None], at[None], -1)
+        most = min(tokens, part.capacity)
+        if ops.raises:
+            check_known(op, "lengths", np.int64(0), lengths, most, part.capacity)
+        lengths, are_right = _counts(f"{op}: lengths", lengths, most, ops.raises)
+        lengths = jnp.where(are_right, lengths, part.lost)
+    fits = at[None] < jnp.minimum(lengths, part.capacity)[:, None]
+    positions = jnp.where(fits, at[None], -1)
+    if (pages := part.pages) is not None:
+        entries = lax.broadcasted_iota(jnp.int32, pages.table.shape, 1)
+        needed = entries * pages.size < lengths[:, None]
+        what = f"{op}: {ADVICE_ON_PAGES}: those of a prompt in block_table"
+        have = pages.have(what, entries, needed, ops.raises)
+        lengths = jnp.where(jnp.all(have, 1), lengths, part.lost)
     keys, values = _written(
-        ops.update, kv_cache, k, v, positions, axis_name=axis_name, split=axis_name is not None
+        ops.update, kv_cache, k, v, positions, axis_name=axis_name, block_table=part.columns,
+        split=axis_name is not None,
+    )  # fmt: skip
+    return kv_cache._replace(
+        keys=keys, values=values, lengths=lengths.astype(kv_cache.lengths.dtype)
     )
-    return KVCache(keys, values, lengths.astype(kv_cache.lengths.dtype))
 
 
 def _attend(
@@ -304,52 +307,67 @@ def _attend(
     scale: float | None,
 ) -> tuple[jax.Array, KVCache]:
     op = "jflux.attend_to_cache"
-    _check_cache(op, kv_cache, k, v, new_lengths, "new_lengths")
+    check_cache(op, kv_cache, k, v, new_lengths, "new_lengths")
     _check_queries(op, q, k)
     sinks = _sinks.check(op, sinks, q.shape[2])
     span, softcap = window_of(op, window), softcap_of(op, softcap)
-    rank, ranks = meshes.rank_and_size(axis_name)
-    tokens, here = q.shape[1], kv_cache.keys.shape[1]
-    capacity = ranks * here
+    part = part_of(op, kv_cache, axis_name)
+    tokens, capacity = q.shape[1], part.capacity
     if tokens > capacity:
         raise ValueError(f"{op}: {tokens} new tokens do not fit a cache of {capacity}")
     lengths = kv_cache.lengths
+    if ops.raises:
+        check_known(op, "new_lengths", lengths, new_lengths, tokens, capacity)
     if new_lengths is None:
         positions, grown = new_positions(lengths, tokens), lengths + tokens
     else:
         new_lengths, are_right = _counts(f"{op}: new_lengths", new_lengths, tokens, ops.raises)
         positions = new_positions(lengths, tokens, new_lengths)
         positions = jnp.where(are_right[:, None], positions, capacity)
-        grown = jnp.where(are_right, lengths + new_lengths.astype(lengths.dtype), capacity)
+        grown = lengths + new_lengths.astype(lengths.dtype)
+    if (pages := part.pages) is not None:
+        needed = (positions >= 0) & (positions < capacity)
+        entries = jnp.where(needed, positions // pages.size, 0)
+        what = f"{op}: {ADVICE_ON_PAGES}: those of new tokens in block_table"
+        have = pages.have(what, entries, needed, ops.raises)
+        positions = jnp.where(have, positions, capacity)
+    grown = jnp.where(jnp.any(positions >= capacity, 1), part.lost, grown)
     positions = value_checks.in_range(
-        positions, None, capacity - 1, f"{op}: positions", raises=ops.raises
+        positions, None, capacity - 1, f"{op}: {ADVICE}: positions", raises=ops.raises
     )  # before another op says it in its own words
-    keys, values = _written(ops.update, kv_cache, k, v, positions, axis_name=axis_name)
+    keys, values = _written(
+        ops.update, kv_cache, k, v, positions, axis_name=axis_name, block_table=part.columns
+    )
     scores = Scores(scale_of(op, scale, q.shape[3]), softcap, causal=True, window=span)
     is_scaled = isinstance(keys, Scaled)
     q_here = q if is_scaled else q.astype(keys.dtype)
-    own = own_positions(rank, here, ranks, "contiguous")
     if tokens <= _flash_decode_primitive.MOST_TOKENS and q.size and keys.size:
         # A sequence with a token beyond the cache gets an end beyond it, for which decoding gives
         # NaN. A token at a negative position attends to nothing.
         ends = jnp.clip(jnp.max(positions, 1), -1, capacity) + 1
         first = positions[:, 0] if tokens == 1 else value_checks.to_int32(lengths)
-        bounds = _flash_decode_primitive.bounds_of(first, ends, span, rank * here, tokens)
+        bounds = _flash_decode_primitive.bounds_of(first, ends, span, part.rank * part.here, tokens)
         pair = ops.attend(
-            q_here, keys, values, bounds, None, capacity=capacity, scale=scores.scale,
+            q_here, keys, values, bounds, part.columns, capacity=capacity, scale=scores.scale,
             softcap=softcap,
         )  # fmt: skip
     else:
         keys_here, values_here = (
             _flash_decode_primitive.dequantized(a, q.dtype) for a in (keys, values)
         )
+        own = own_positions(part.rank, part.here, part.ranks, "contiguous")[None]
+        if pages is not None:
+            (keys_here, values_here), there = update_cache.read_pages(
+                (keys_here, values_here), pages.columns, "attend_to_cache"
+            )
+            own = jnp.where(there, own, NOWHERE)
         o, lse = _attend_to_local_keys(q_here, keys_here, values_here, positions, own, scores)
         pair = jnp.concatenate([o, lse[..., None]], -1)
         fits = jnp.all(positions < capacity, 1)[:, None, None, None]
         pair = jnp.where(fits, pair, jnp.nan)
     o, lse = (pair[..., :-1], pair[..., -1]) if axis_name is None else ops.merge(pair, axis_name)
     o, _ = _sinks.added(o, lse, sinks)  # once, not once on each rank
-    return o.astype(q.dtype), KVCache(keys, values, grown)
+    return o.astype(q.dtype), kv_cache._replace(keys=keys, values=values, lengths=grown)
 
 
 def _attend_to_local_keys(
@@ -361,7 +379,7 @@ def _attend_to_local_keys(
     scores: Scores,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of q [B, T, H, D] at `positions` [B, T] to a rank's part of the cache, [B, s, G, D]
-    at the positions `own` [s].
+    at the positions `own` [B or 1, s].
 
     Returns:
       (o [B, T, H, D], log-sum-exp [B, T, H]), float32 or float64.
@@ -373,13 +391,13 @@ def _attend_to_local_keys(
     if tokens > 1 and tokens * heads > MOST_ROWS:
         # Positions that no token attends to may hold NaN. Zeros take their place: a weight of zero
         # would not keep the NaN out of the product.
-        read = (own[None] <= jnp.max(positions, 1)[:, None])[..., None, None]
+        read = (own <= jnp.max(positions, 1)[:, None])[..., None, None]
         keys, values = jnp.where(read, keys, 0), jnp.where(read, values, 0)
         wide = sum_dtype(q.dtype)
         return flash_attention.forward(
             q, Positions(positions, None), keys, values, Positions(own, None), scores, wide
         )
-    own = own[None, None]
+    own = own[:, None]
     attended = own <= positions[..., None]  # [B, T, s]
     if scores.window is not None:
         attended &= own >= positions[..., None] - scores.window[0]
@@ -395,41 +413,6 @@ def _counts(what: str, given: jax.Array, most: int, raises: bool) -> tuple[jax.A
     """Numbers of positions, int32 [B], and whether they are from 0 to `most`."""
     counts = value_checks.in_range(value_checks.to_int32(given), 0, most, what, raises=raises)
     return counts, (counts >= 0) & (counts <= most)
-
-
-def _check_cache(op: str, kv_cache: Any, k: Any, v: Any, lengths: Any, name: str) -> None:
-    if len(kv_cache) != 3:
-        raise ValueError(f"{op}: kv_cache must be a jflux.KVCache, got {len(kv_cache)} arrays")
-    integers = {"kv_cache.lengths": kv_cache[2], name: lengths}
-    for array in (*kv_cache[:2], k, v, *integers.values()):
-        if array is not None and not (hasattr(array, "ndim") and hasattr(array, "dtype")):
-            raise TypeError(f"{op}: operands must be arrays, got {type(array).__name__}")
-    if k.ndim != 4 or k.shape != v.shape:
-        raise ValueError(f"{op}: k and v must be [B, tokens, G, D], got {k.shape} and {v.shape}")
-    keys, values = kv_cache[:2]
-    if keys.shape != values.shape or keys.ndim != 4 or keys.shape[::2] != k.shape[::2]:
-        raise ValueError(
-            f"{op}: kv_cache.keys and values must be [B, S/N, G, D] with the B and G of k, "
-            f"{k.shape}, got {keys.shape} and {values.shape}"
-        )
-    scaled = [isinstance(a, Scaled) for a in (keys, values)]
-    if all(scaled):
-        _flash_decode_primitive.check_scales(op, {"keys": keys, "values": values})
-    # q, k and v are cast to the cache's type.
-    elif keys.dtype != values.dtype or keys.dtype.name not in DTYPES or any(scaled):
-        raise TypeError(
-            f"{op}: kv_cache.keys and values must be of one type, one of {', '.join(DTYPES)}, or "
-            f"both a jflux.Scaled, got {keys.dtype} and {values.dtype}"
-        )
-    if jnp.issubdtype(kv_cache[2].dtype, jnp.integer) and jnp.iinfo(kv_cache[2].dtype).bits < 32:
-        raise TypeError(f"{op}: kv_cache.lengths must have 32 bits, got {kv_cache[2].dtype}")
-    for what, array in integers.items():
-        if array is None:
-            continue
-        if array.shape != k.shape[:1]:
-            raise ValueError(f"{op}: {what} must be [B], {k.shape[:1]}, got {array.shape}")
-        if not jnp.issubdtype(array.dtype, jnp.integer):
-            raise TypeError(f"{op}: {what} must be integers, got {array.dtype}")
 
 
 def _check_queries(op: str, q: Any, k: Any) -> None:
