@@ -195,7 +195,7 @@ def splits_of(q_shape: tuple[int, ...], groups: int, positions: int, scaled: boo
     blocks, at_once = teams_of(heads // groups * tokens, width, scaled)
     teams = max(1, batch * groups * blocks)
     most = min(-(-positions // _FEWEST_OF_A_TEAM), max(_MOST_ROUNDS, at_once // teams))
-    if teams >= _MOST_ROUNDS * at_once:
+    if most <= 1 or teams >= _MOST_ROUNDS * at_once:
         return 1
     rounds = [-(-teams * splits // at_once) / splits for splits in range(1, most + 1)]
     # Merging costs something: the fewest parts of those that take about the least time.
