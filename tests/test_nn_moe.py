@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux.nn
 from jflux import moe
+from jflux.nn import _moe_exchange
 
 X64 = functools.partial(jax.enable_x64, True)
 B, S, D, F, E, K = 4, 4, 6, 8, 4, 2
@@ -542,6 +543,8 @@ def test_a_dispatch_in_8_bits(recipe):
 @pytest.mark.parametrize(
     ("experts", "k", "options", "says"),
     [
+        (2, 2, {"few": 12}, "dispatch: 12 tokens are few"),
+        (8, 1, {"few": 12, "fused": False}, "gather: .* several ops"),
         (2, 2, {}, r"gather: .* 2 of 2, lie on 1.00 of 2 ranks, and a dispatch \(one kernel each"),
         (2, 1, {}, "dispatch: .* 1 of 2, lie on 0.50 of 2 ranks"),
         (8, 1, {"fused": False}, r"gather: .* \(several ops, since .*\) is worth it below 0.5"),
@@ -549,8 +552,9 @@ def test_a_dispatch_in_8_bits(recipe):
         (2, 1, {"exchange": "fused"}, "fused: the caller's choice"),
     ],
 )
-def test_says_how_tokens_travel(experts, k, options, says):
+def test_says_how_tokens_travel(experts, k, options, says, monkeypatch):
     options = dict(options)
+    monkeypatch.setattr(_moe_exchange, "FEW_TOKENS", options.pop("few", 11))
     fused = options.pop("fused", True)
     params = {"router": jnp.ones((8, experts)), "up": jnp.ones((experts, 8, 8)),
               "down": jnp.ones((experts, 8, 8))}  # fmt: skip

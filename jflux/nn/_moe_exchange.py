@@ -14,6 +14,10 @@ EXCHANGES = ("auto", "gather", "dispatch", "fused")
 #: Where dispatch and combine are several ops each, all tokens go to all ranks if a token's experts
 #: lie on at least this share of the ranks. An estimate.
 LEAST_SHARE_IN_OPS = 0.5
+#: Up to so many tokens of all ranks a dispatch in one kernel is not slower than a gather, wherever
+#: experts lie: on 2 x H200 forward .67 to 1.01 of a gather's time, with gradients .89 to 1.02
+#: (bench/results/2xh200_experts.json).
+FEW_TOKENS = 4096
 
 
 def planned(
@@ -42,6 +46,9 @@ def planned(
     ranks, k = meshes.axis_size(ep), min(k, slots)
     why_not = moe_dispatch.why_no_kernel(x, k, num_experts=slots, capacity=capacity, axis_name=ep)
     least = LEAST_SHARE if why_not is None else LEAST_SHARE_IN_OPS
+    tokens = ranks * x.shape[0]
+    if why_not is None and tokens <= FEW_TOKENS:
+        return "dispatch", f"{tokens} tokens are few: a dispatch is one kernel each way"
     share = share_of_ranks(slots, ranks, k)
     how = "one kernel each way" if why_not is None else f"several ops, since {why_not}"
     return "gather" if share >= least else "dispatch", (
