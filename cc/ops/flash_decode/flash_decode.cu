@@ -50,10 +50,14 @@ struct FlashDecodeArgs {
   bool has_rows;  // each row of the cache has a scale, else each of its heads
 };
 
-// softcap tanh(x / softcap), off by 3e-7 softcap.
+// softcap tanh(x / softcap): off by 3e-7 of softcap, or of x, if that is less than a sixteenth of
+// it.
 __device__ float Cap(float x, float softcap) {
-  const float power = __expf(2.0f * __fdividef(x, softcap));
-  return softcap * (1.0f - __fdividef(2.0f, 1.0f + power));
+  const float y = __fdividef(x, softcap), square = y * y;
+  const float power = __expf(2.0f * y);
+  const float by_power = softcap * (1.0f - __fdividef(2.0f, 1.0f + power));
+  const float by_terms = x * (1.0f + square * (2.0f / 15.0f * square - 1.0f / 3.0f));
+  return square < 1.0f / 256 ? by_terms : by_power;
 }
 
 // A warp's work.
@@ -150,8 +154,9 @@ struct Span {
 //
 // What multiplies values, with 16 bits, is a weight: 2^(score - base) times the values' scale.
 // `base` rises, and what is summed is multiplied anew, where a weight would pass 2^kMostBits, which
-// is seldom after the first tile. So neither scores nor scales leave 16 bits' range.
-constexpr float kMostBits = 15;
+// is seldom after the first tile. So neither scores nor scales leave 16 bits' range. The largest
+// weight that it rises for has kLeastBits, so that small ones are not rounded off.
+constexpr float kMostBits = 15, kLeastBits = 8;
 
 template <int D, int N>
 struct Running {
@@ -176,7 +181,7 @@ struct Running {
     }
   }
 
-  // Lets `base` be no less than any lane's exponents `s`.
+  // Lets `base` be no less than any lane's exponents `s`, less kLeastBits.
   __device__ void Rise(const float (&s)[N][4]) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -186,7 +191,7 @@ struct Running {
         float most = fmaxf(s[n][e], s[n][2 + e]);
 #pragma unroll
         for (int i = 4; i < 32; i *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, i));
-        const float highest = fmaxf(base[n][e], ceilf(most));
+        const float highest = fmaxf(base[n][e], ceilf(most) - kLeastBits);
         factor[e] = ptx::Exp2(base[n][e] - highest);
         base[n][e] = highest;
         total[n][e] *= factor[e];
@@ -501,7 +506,9 @@ struct Bytes {
 
 // ---- A warp ------------------------------------------------------------------------------------
 
-constexpr float kMostScale = 0x1p100f;
+// A value's scale is part of its exponent within these bounds. A weight of less than 2^-126 is
+// zero, and so is then its part of the total: that of a scale of zero counts as one of kLeastScale.
+constexpr float kLeastScale = 0x1p-64f, kMostScale = 0x1p100f;
 
 // Minus infinity in place of scores that do not count, and zeros in place of scales that no
 // position has.
@@ -559,12 +566,12 @@ __device__ __forceinline__ void AttendToTile(const FlashDecodeArgs& args, const 
   if (first < run.inner.begin || first + kTile > run.inner.end)
     Mask<N>(args, item, first, s, scales);
 
-  // A scale is part of the exponent, less its sign, and what it is beyond kMostScale.
+  // A scale is part of the exponent, less its sign, and what it is beyond these bounds.
   float inverse[2] = {1, 1}, left[2] = {1, 1};
   if constexpr (Cache::kIsScaled) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float size = fminf(fmaxf(fabsf(scales[h]), 1 / kMostScale), kMostScale);
+      const float size = fminf(fmaxf(fabsf(scales[h]), kLeastScale), kMostScale);
       inverse[h] = __fdividef(1, size);
       left[h] = scales[h] * inverse[h];
       const float bits = __log2f(size);
@@ -579,7 +586,7 @@ __device__ __forceinline__ void AttendToTile(const FlashDecodeArgs& args, const 
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) rises |= s[n][c] > run.base[n][c % 2] + kMostBits;
+    for (int c = 0; c < 4; ++c) rises |= s[n][c] - run.base[n][c % 2] > kMostBits;
   }
   if (__any_sync(0xffffffff, rises)) run.Rise(s);
 

@@ -113,7 +113,8 @@ def flash_decode(
     Args:
       q, k_cache, v_cache: of one type: float16, bfloat16, float32 or float64. Or both caches are
         :class:`jflux.Scaled`, of 8 bits, with a scale for each position's head, [..., G, 1], or for
-        each head, [1, 1, G, 1]; the kernel takes float8_e4m3fn. They have no derivatives.
+        each head, [1, 1, G, 1]; the kernel takes float8_e4m3fn, and scales of v_cache less than
+        2^100. They have no derivatives.
       lengths: integers [B], how many positions of the whole sequence are valid, those of the T
         tokens among them. A token without a position, as all of a sequence of length 0, has the
         result 0, and the log-sum-exp -inf, or the sink where there is one.

@@ -197,6 +197,7 @@ TEST(EqualsAttention) {
       {2, 4, 2, 64, 100, 0, 1, 0},
       {2, 20, 1, 128, 150, 0, 3, 20},
       {3, 2, 2, 256, 96, 16, 2, 0},
+      {2, 4, 2, 64, 100, 0, 1, 1e6},
   };
   uint32_t seed = 1;
   for (const Case& c : cases) {
@@ -254,6 +255,46 @@ TEST(CachesOf8Bits) {
     const Case c{2, 4, 2, width, 100, 0, 1, 0};
     Check<__half, E>(c, seed++, {}, CacheScales::kOfHeads, {1, 1, true});
     Check<__nv_bfloat16, E>(c, seed++, {}, CacheScales::kOfRows, {1, 1, true});
+  }
+}
+
+// One position has nearly all of the weight, and values of zero: the result is what the others add.
+template <typename T, typename C>
+void CheckTail(float bits) {
+  constexpr int64_t kWidth = 64, kPositions = 512;
+  Array<T> q(kWidth);
+  Array<C> k(kPositions * kWidth), v(kPositions * kWidth);
+  const float scale = bits * std::log(2.0f) / 64;
+  std::fill(q.data.begin(), q.data.end(), T(0.0f));
+  std::fill(k.data.begin(), k.data.end(), C(0.0f));
+  for (int64_t i = 0; i < kPositions; ++i) k.data[i * kWidth] = C(.0625f);  // no power of two
+  q.data[0] = T(8.0f);
+  k.data[0] = C(8.0f);
+  for (int64_t i = 0; i < kWidth; ++i) v.data[i] = C(0.0f);
+  for (int64_t i = kWidth; i < v.size(); ++i) v.data[i] = C(1.0f);
+  const float one = 1;
+  const DecodeBounds bounds{0, kPositions, 0, kPositions};
+  Array<float> out(kWidth + 1);
+  FlashDecodeParams p{1, 1, 1, 1, kWidth, kPositions, kPositions, 0, 0, 1, scale, 0};
+  p.dtype = simt::kDTypeOf<T>;
+  if (!std::is_same_v<T, C>) p.scales = CacheScales::kOfHeads;
+  std::string error;
+  const FlashDecodeArrays arrays{q.get(),   k.get(), v.get(), &bounds, nullptr,
+                                 out.get(), nullptr, &one,    &one};
+  EXPECT(LaunchFlashDecode(p, arrays, nullptr, nullptr, &error)) << error;
+  const std::string failure = simt::Run(1);
+  EXPECT(failure.empty()) << failure;
+  const double others = (kPositions - 1) * std::exp2(-static_cast<double>(bits) * 127 / 128);
+  for (int64_t i = 0; i < kWidth; ++i)
+    EXPECT(std::abs(out[i] / (others / (1 + others)) - 1) < 0x1p-7) << out[i] << " " << bits;
+}
+
+TEST(SmallWeightsAreNotRoundedOff) {
+  for (const float bits : {10.3f, 14.2f, 16.9f, 19.7f}) {
+    CheckTail<__half, __half>(bits);
+    CheckTail<__nv_bfloat16, __nv_bfloat16>(bits);
+    CheckTail<__half, __nv_fp8_e4m3>(bits);
+    CheckTail<__nv_bfloat16, __nv_fp8_e4m3>(bits);
   }
 }
 

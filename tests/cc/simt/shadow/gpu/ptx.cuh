@@ -5,6 +5,7 @@
 
 #include <cuda.h>
 
+#include <cfloat>
 #include <cstdint>
 
 #include "simt/async_units.h"
@@ -171,7 +172,10 @@ inline bool ElectOne() {
   simt::Meet("elect.sync", 0xffffffff, nullptr, nullptr);
   return simt::Lane() == 0;
 }
-inline float Exp2(float x) { return exp2f(x); }
+inline float Exp2(float x) {
+  const float y = exp2f(x);
+  return y < FLT_MIN ? 0 : y;  // flushed
+}
 inline uint32_t SmId() { return blockIdx.x; }
 inline void BarrierSync(int id, int threads) { simt::SyncNamed(id, threads); }
 inline void BarrierArrive(int id, int threads) { simt::SyncNamed(id, threads, /*waits=*/false); }
