@@ -1,4 +1,4 @@
-// flash_decode on GPUs. The cache is read once, by warps that know nothing of each other:
+// flash_decode on GPUs. The cache is read once, by teams of warps that know nothing of each other:
 //
 //   item    a warp's work: 8 N queries, N = 1, 2 or 4, that share a head of the cache, of all
 //           tokens' heads, over one of `splits` consecutive parts of their sequence's range
