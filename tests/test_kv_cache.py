@@ -506,6 +506,34 @@ def test_errors_where_lengths_are_known():
         jflux.attend_to_cache(paged, q, k, v)
 
 
+def test_shapes_and_lengths_that_are_known_to_be_wrong():
+    q, k, v = (a[:, :2] for a in tokens(2))
+    with pytest.raises(ValueError, match=r"new_lengths must be \[B\], \(3,\), got \(3, 1\)"):
+        jflux.attend_to_cache(empty(4), q, k, v, np.ones((B, 1), np.int32))
+    below = empty(4)._replace(lengths=jnp.array([0, -3, 1], jnp.int32))
+    with pytest.raises(ValueError, match="sequence 1 has -3 positions; lengths are 0 or more"):
+        jflux.attend_to_cache(below, q, k, v)
+
+
+def test_no_tokens():
+    q, k, v = (a[:, :0] for a in tokens(1))
+    o, after = jflux.attend_to_cache(empty(4), q, k, v)
+    assert o.shape == q.shape and after.lengths.tolist() == [0] * B
+
+
+def test_a_lost_token_is_not_written():
+    """Two sequences share their pages; one goes past the end."""
+    q, k, v = (a[:2, :1] for a in tokens(1))
+    pages = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 4, G, D)))
+    table = jnp.array([[0, 1], [0, 1]])
+    cache = KVCache(*pages, jnp.array([8, 8]), table)
+    step = jax.jit(jflux.reference.attend_to_cache)
+    o, after = step(cache, q, k, v, jnp.array([0, 1]))
+    assert after.lengths.tolist() == [8, 9] and np.isnan(o[1]).all()
+    for now, before in zip(after[:2], pages, strict=True):
+        np.testing.assert_array_equal(now, before)
+
+
 @pytest.mark.skipif(RANKS < 2, reason="two ranks")
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_sequence_that_goes_on_beyond_the_cache(count):

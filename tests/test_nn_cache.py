@@ -18,7 +18,7 @@ import jflux.nn as jnn
 
 flax = pytest.importorskip("flax")
 from flax import linen as nn  # noqa: E402
-from flax import nnx  # noqa: E402
+from flax import nnx, serialization  # noqa: E402
 
 import jflux.nn.linen as jlinen  # noqa: E402
 import jflux.nn.nnx as jnnx  # noqa: E402
@@ -337,6 +337,41 @@ def test_a_cache_of_8_bits(way):
 
 
 @pytest.mark.skipif(RANKS < 4, reason="four ranks")
+def test_scales_of_heads_stay():
+    """Two steps, over positions and over the batch."""
+    x, *weights = (np.asarray(a, np.float32) for a in operands(4, 2, 2))
+    x = np.concatenate([x, x[:1]])[:, :1]
+    mesh = make_mesh((2, 2, 1), ("data", "cp", "tp"))
+    values = jnp.zeros((len(x), 4, 2, C), jnp.float8_e4m3fn)
+    of_heads = jflux.Scaled(values, jnp.full((1, 1, 2, 1), 0.02, jnp.float32))
+    cache = jflux.KVCache(of_heads, of_heads, jnp.zeros(len(x), jnp.int32))
+    step = jax.jit(
+        functools.partial(
+            jnn.attention, axis_name="tp", context_axis="cp", sequence_parallel=False, mesh=mesh,
+            x_spec=P("data"),
+        )
+    )  # fmt: skip
+    for _ in range(2):
+        _, cache = step(x, *weights, cache=cache)
+        assert cache.keys.scale.shape == cache.values.scale.shape == (1, 1, 2, 1)
+    assert cache.lengths.tolist() == [2] * len(x)
+
+
+def test_a_core_that_begins_again():
+    """Its lengths may be any."""
+    x, *weights = operands(4, 2, 1)
+    options = {"axis_name": "tp", "mesh": make_mesh((1,))}
+    cache = jnn.init_cache(B, 2, 4, C, num_kv_heads=2, dtype=x.dtype, **options)
+    full = cache._replace(lengths=jnp.full_like(cache.lengths, 2))
+
+    def core(cache, q, k, v, new_lengths):
+        return q, cache
+
+    _, after = jnn.attention(x, *weights, cache=full, cache_core=core, **options)
+    assert after.lengths.tolist() == [2] * B
+
+
+@pytest.mark.skipif(RANKS < 4, reason="four ranks")
 def test_pages_of_batches_split_over_another_axis():
     """Each part of the batch numbers pages of its own."""
     x, *weights = operands(4, 2, 3, seed=3)
@@ -473,8 +508,12 @@ def test_what_does_not_fit():
         jnn.attention(x[0], *weights, cache=cache, **options)
     with pytest.raises(ValueError, match="page_size=2 and pages=None go together"):
         jnn.init_cache(B, 8, 4, C, page_size=2, **options)
+    with pytest.raises(ValueError, match="init_cache: page_size=0 must be at least 1"):
+        jnn.init_cache(B, 8, 4, C, page_size=0, pages=2, **options)
     with pytest.raises(ValueError, match=r"new_lengths must be \[B\], \(3,\), got \(2,\)"):
         jnn.attention(x, *weights, cache=cache, new_lengths=np.ones(2, int), **options)
+    with pytest.raises(ValueError, match=r"new_lengths must be \[B\], \(3,\), got \(3, 1\)"):
+        jnn.attention(x, *weights, cache=cache, new_lengths=np.ones((3, 1), int), **options)
     with pytest.raises(ValueError, match=r"init_cache: the mesh has axes \('tp',\): no \['cp'\]"):
         jnn.init_cache(B, 8, 4, C, context_axis="cp", **options)
 
@@ -601,6 +640,10 @@ def test_layers_with_a_cache_of_8_bits(kind):
             want, cache = plainly(part, *weights, cache=cache, prefill=prefill)
             np.testing.assert_array_equal(y, want)
     held = jax.tree.leaves(state)
+    if kind == "linen":
+        again = serialization.from_bytes(state, serialization.to_bytes(state))
+        for one, other in zip(jax.tree.leaves(again), held, strict=True):
+            np.testing.assert_array_equal(one, other)
     assert sorted(a.dtype.name for a in held) == ["float32"] * 2 + ["float8_e4m3fn"] * 2 + ["int32"]
 
 

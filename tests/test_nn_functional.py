@@ -294,6 +294,9 @@ def test_rotary_of_a_part_of_each_head():
     for wrong in (7, 10):
         with pytest.raises(ValueError, match=f"width={wrong} must be even, and at most the 8"):
             jnn.Rotary(width=wrong)(x)
+    with pytest.raises(ValueError, match="theta=-5 must be greater than 0"):
+        jnn.Rotary(theta=-5)
+    assert np.isfinite(jnn.Rotary(theta=10**10)(x)).all()
     with pytest.raises(ValueError, match="factor=0 must be greater than 0"):
         jnn.RotaryScaling(factor=0)
     with pytest.raises(ValueError, match="low_freq_factor=4.0 must be less than"):

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
+from .._ops import _recipe
 from .._ops._recipe import AnyRecipe
 from .._ops.attention import _one_device, _sinks
 from .._ops.attention._kv_cache_parts import capacity_of, check_known
@@ -183,9 +184,9 @@ def attention(
 
     Returns:
       [b, s/N, d]; with `cache` that and the cache. A position beyond the cache is a ValueError
-      where the lengths are known, outside of ``jit``, and an error on CPUs and under
-      ``checkify.user_checks``. Elsewhere its y is NaN, and the sequence's length is more than the
-      cache has from then on (:func:`jflux.attend_to_cache`, :func:`jflux.fill_cache`).
+      where the lengths are known when this is called, as outside of ``jit``, and an error on CPUs
+      and under ``checkify.user_checks``. Elsewhere its y is NaN, and the sequence's length is more
+      than the cache has from then on (:func:`jflux.attend_to_cache`, :func:`jflux.fill_cache`).
     """
     if len(bias) != 4:
         raise ValueError(f"{_OP}: bias must be four arrays or None, got {len(bias)}")
@@ -293,8 +294,8 @@ class _Options:
 
     def check_room(self, a: _Operands) -> None:
         """Raises for sequences that go on beyond a whole cache, if their lengths are known."""
-        if (cache := a.cache) is None:
-            return
+        if (cache := a.cache) is None or (self.cache_core is not None and not self.prefill):
+            return  # a core of one's own may begin again
         tokens, most = a.x.shape[1], capacity_of(cache)
         if self.prefill and a.new_lengths is None:  # an error of shapes
             return
@@ -384,9 +385,20 @@ def _over_global_arrays(options: _Options, a: _Operands, mesh: Any, x_spec: Any)
     y = global_arrays.with_specs(
         functools.partial(_attention, options, kv_is_whole, added=padding.added), "nn.attention",
         vars(a), vars(specs), axis_name=(*context, *names), mesh=mesh,
-        out_specs=sequence if a.cache is None else (sequence, of_cache),
+        out_specs=sequence if a.cache is None else (sequence, _of_leaves(a.cache, of_cache, mesh)),
     )  # fmt: skip
     return padding.cut(y) if a.cache is None else (padding.cut(y[0]), y[1])
+
+
+def _of_leaves(cache: KVCache, specs: KVCache, mesh: Any) -> KVCache:
+    """The specs of a cache's arrays: a scale of heads is split by heads alone."""
+
+    def of(name: str, array: Any, spec: Any) -> Any:
+        return _recipe.specs(f"{_OP}: cache.{name}", array, spec, mesh)
+
+    return specs._replace(
+        keys=of("keys", cache.keys, specs.keys), values=of("values", cache.values, specs.values)
+    )
 
 
 def _attention(options: _Options, kv_is_whole: bool, *, added: int = 0, **operands: Any) -> Any:

@@ -72,6 +72,9 @@ def init_cache(
         raise ValueError(
             f"jflux.nn.init_cache: {page_size=} and {pages=} go together: a paged cache has both"
         )
+    for what, number in (("page_size", page_size), ("pages", pages)):
+        if number is not None and number < 1:
+            raise ValueError(f"jflux.nn.init_cache: {what}={number} must be at least 1")
     if axes and not meshes.is_bound(axes):
         mesh = global_arrays._mesh_for(mesh)
         missing = [name for name in axes if name not in mesh.axis_names]

@@ -9,17 +9,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._ops._scaled import Scaled
 from .._ops.attention.kv_cache import KVCache
 from ._cache import init_cache
 
 try:
     import flax.linen as nn
     from flax import nnx as nnx
+    from flax import serialization
     from flax.core import meta
     from flax.linen import fp8_ops as fp8_ops
     from flax.linen.dtypes import promote_dtype as promote_dtype
 except ImportError as error:
     raise ImportError("the layers of jflux.nn need Flax: pip install flax") from error
+
+# As ``flax.serialization.to_bytes`` writes them.
+serialization.register_serialization_state(
+    Scaled,
+    lambda scaled: {"values": scaled.values, "scale": scaled.scale},
+    lambda _, state: Scaled(state["values"], state["scale"]),
+)
 
 Initializer = Callable[..., Any]
 

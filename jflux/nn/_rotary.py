@@ -74,6 +74,10 @@ class Rotary:
     scaling: RotaryScaling | None = None
     width: int | None = None
 
+    def __post_init__(self) -> None:
+        if not self.theta > 0:
+            raise ValueError(f"jflux.nn.Rotary: {self.theta=} must be greater than 0")
+
     def __call__(self, x: jax.Array, position: jax.Array | None = None) -> jax.Array:
         """x [..., s, heads, c], turned by `position`: [s], or [b, s] where those of each sequence
         are others; 0 to s - 1 by default."""
@@ -85,7 +89,7 @@ class Rotary:
             )
         wide, half = sum_dtype(x.dtype), width // 2
         position = jnp.arange(x.shape[-3]) if position is None else position
-        turns = self.theta ** (-jnp.arange(half, dtype=wide) / half)
+        turns = float(self.theta) ** (-jnp.arange(half, dtype=wide) / half)
         turns = turns if self.scaling is None else self.scaling.of(turns)
         if jnp.issubdtype(position.dtype, jnp.integer):
             position = position.astype(wide)

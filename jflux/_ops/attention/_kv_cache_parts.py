@@ -104,12 +104,17 @@ def capacity_of(kv_cache: KVCache) -> int:
 
 def check_known(op: str, name: str, lengths: Any, counts: Any, tokens: int, capacity: int) -> None:
     """Raises where sequences of `lengths` [B] have no room for `counts` [B] more positions, called
-    `name`, of `tokens` (None: all of them), if the numbers are known when this is called."""
+    `name`, of `tokens` (None: all of them), if the numbers are known when this is called: outside
+    of functions that JAX traces, and in them where they are constants."""
     at = value_checks.known(lengths)
     new = np.int64(tokens) if counts is None else value_checks.known(counts)
-    if at is None or new is None or (at.ndim == new.ndim and at.shape != new.shape):
-        return  # an error of shapes comes later
+    if at is None or new is None or at.ndim > 1 or new.ndim > 1:
+        return  # not known, or an error of shapes that comes later
+    if at.ndim == new.ndim and at.shape != new.shape:
+        return
     at, new = np.broadcast_arrays(at.astype(np.float64), new.astype(np.float64))  # any integers
+    for b in np.flatnonzero(at < 0):
+        raise ValueError(f"{op}: sequence {b} has {at[b]:.0f} positions; lengths are 0 or more")
     for b in np.flatnonzero((new < 0) | (new > tokens)):
         raise ValueError(f"{op}: {name} must be from 0 to {tokens}, got {new[b]:.0f}")
     for b in np.flatnonzero((new > 0) & (at + new > capacity)):

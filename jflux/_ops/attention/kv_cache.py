@@ -89,7 +89,7 @@ def fill_cache(
 
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced; and such lengths,
-        where they are known: outside of functions that JAX traces.
+        where they are known then: outside of functions that JAX traces, or as constants in these.
       NameError: for an `axis_name` outside ``shard_map``.
       jax.errors.JaxRuntimeError: on CPUs, when it runs, for such a length or page.
       checkify.JaxRuntimeError: for one under ``checkify.user_checks``, on any device.
@@ -174,7 +174,7 @@ def attend_to_cache(
 
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced; and such lengths,
-        where they are known: outside of functions that JAX traces.
+        where they are known then: outside of functions that JAX traces, or as constants in these.
       NameError: for an `axis_name` outside ``shard_map``.
       jax.errors.JaxRuntimeError: on CPUs, when it runs, for such a position, number or page.
       checkify.JaxRuntimeError: for one under ``checkify.user_checks``, on any device.
@@ -335,8 +335,10 @@ def _attend(
     positions = value_checks.in_range(
         positions, None, capacity - 1, f"{op}: {ADVICE}: positions", raises=ops.raises
     )  # before another op says it in its own words
+    # What does not fit is not written: its page may be another sequence's too.
+    written = jnp.where(jnp.all(positions < capacity, 1, keepdims=True), positions, -1)
     keys, values = _written(
-        ops.update, kv_cache, k, v, positions, axis_name=axis_name, block_table=part.columns
+        ops.update, kv_cache, k, v, written, axis_name=axis_name, block_table=part.columns
     )
     scores = Scores(scale_of(op, scale, q.shape[3]), softcap, causal=True, window=span)
     is_scaled = isinstance(keys, Scaled)

@@ -112,6 +112,8 @@ def _update(
         new = jax.tree.map(whole, new)
         positions = whole(positions) if positions.ndim == 2 else positions
     token = jnp.arange(jax.tree.leaves(new)[0].shape[1], dtype=jnp.int32)[None]
+    if not token.size:
+        return cache
     size = jax.tree.leaves(cache)[0].shape[1]
     here = size if block_table is None else size * block_table.shape[1]
     rank, ranks = meshes.rank_and_size(axis_name)
