@@ -611,3 +611,22 @@ def test_a_configuration_that_is_forced_on_all_products_is_for_those_that_have_i
     } | dict(zip(("tile_n", "cluster_m"), map(int, forced), strict=False))  # fmt: skip
     plan = _native.lib.plan("all_gather_grouped_matmul", call, 132, 400.0, _native.HOPPER_ARCH)
     assert not has_it or (plan["tile_n"], plan["cluster_m"]) == tile
+
+
+def test_expected_rows_reach_the_kernels():
+    """In all of a call's kernels, with gradients; more than there are is all."""
+    x, w, sizes = jnp.ones((16, 8)), jnp.ones((2, 8, 8)), jnp.array([3, 5])
+
+    def shares(expected):
+        def loss(x, w):
+            y = jflux.grouped_matmul(x, (w, w), sizes, activation="silu", gated=True,
+                                     expected_rows=expected)  # fmt: skip
+            return jnp.sum(y)
+
+        text = jax.jit(jax.grad(loss, (0, 1))).lower(x, w).as_text()
+        return re.findall(r"share = ([0-9.e+-]+) : f64", text)
+
+    assert {float(share) for share in shares(8)} == {0.5} and len(shares(8)) == 4
+    assert {float(share) for share in (*shares(None), *shares(99))} == {1.0}
+    with pytest.raises(ValueError, match="expected_rows=-1 must be an int, 0 or more"):
+        jflux.grouped_matmul(x, w, sizes, expected_rows=-1)

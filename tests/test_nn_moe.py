@@ -782,3 +782,18 @@ def test_a_bias_for_the_choice_alone():
     grads = jax.grad(lambda p: jnp.sum(layer.apply({"params": p}, x) ** 2))(params)
     assert not np.asarray(grads["router_bias"]).any()
     assert np.asarray(grads["router"]).any()
+
+
+@pytest.mark.parametrize("exchange", ["gather", "dispatch"])
+def test_products_expect_a_rank_s_share_of_rows(exchange):
+    """Of the rows that all tokens would take."""
+    params = {"router": jnp.ones((8, 4)), "up": jnp.ones((4, 8, 8)), "down": jnp.ones((4, 8, 8))}
+    specs = {n: P() if n == "router" else P("ep") for n in params}
+    f = jax.shard_map(
+        lambda x, params: jflux.nn.mixture(
+            x, **params, k=2, expert_axis="ep", exchange=exchange
+        ).y,
+        mesh=make_mesh((2,), ("ep",)), in_specs=(P("ep"), specs), out_specs=P("ep"),
+    )  # fmt: skip
+    text = jax.jit(f).lower(jnp.ones((4, 3, 8)), params).as_text()
+    assert {float(a) for a in re.findall(r"share = ([0-9.e+-]+) : f64", text)} == {0.5}

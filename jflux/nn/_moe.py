@@ -219,13 +219,14 @@ class _Options:
 @dataclasses.dataclass(frozen=True)
 class _Experts:
     """This rank's experts, or physical slots: weights [E/M, ...], and what they do between two
-    products."""
+    products, of `expected_rows`, about."""
 
     up: jax.Array
     down: jax.Array
     gate: jax.Array | None
     activation: str
     recipe: Recipe | None
+    expected_rows: int
 
     def of_rows(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
         """What they make of rows that lie expert after expert."""
@@ -234,7 +235,10 @@ class _Experts:
 
     def of_hidden(self, hidden: jax.Array, sizes: jax.Array) -> jax.Array:
         """Their second product."""
-        return grouped_matmul(hidden, self.down, sizes, recipe=self.recipe, rest=unread_rest())
+        return grouped_matmul(
+            hidden, self.down, sizes, recipe=self.recipe, rest=unread_rest(),
+            expected_rows=self.expected_rows,
+        )  # fmt: skip
 
     @property
     def pair(self) -> Any:
@@ -244,8 +248,12 @@ class _Experts:
     @property
     def first(self) -> dict[str, Any]:
         """The options of the first product."""
-        gated = self.gate is not None
-        return {"activation": self.activation, "gated": gated, "rest": unread_rest()}
+        return {
+            "activation": self.activation,
+            "gated": self.gate is not None,
+            "rest": unread_rest(),
+            "expected_rows": self.expected_rows,
+        }
 
 
 def _over_global_arrays(
@@ -335,7 +343,9 @@ def _mixture(
     if placement is not None:
         others = None if gathers else ep  # whose tokens come before the experts are not here
         indices = moe.place(indices, placement, router.shape[1], axis_name=others or None)
-    experts = _Experts(up, down, gate, options.activation, options.recipe)
+    ranks = meshes.axis_size(ep) if ep else 1
+    choices = indices.size if gathers else ranks * indices.size  # of all ranks' tokens
+    experts = _Experts(up, down, gate, options.activation, options.recipe, -(-choices // ranks))
     own = _own(indices, up.shape[0], ep)
     if fused:
         y = _of_own_experts_fused(tokens, own, weights, experts, gathered, ep, capacity)

@@ -513,6 +513,11 @@ TEST(WhatIsChosenForGroupsWasFast) {
     p.groups = call.groups;
     p.dtype = DType::kBF16;
     const GemmChoice c = ChooseGrouped(p, kH200);
+    // Twice as many rows, of which groups have half.
+    p.m *= 2;
+    p.share = .5;
+    const GemmChoice same = ChooseGrouped(p, kH200);
+    EXPECT(same.tile_n == c.tile_n && same.cluster_m == c.cluster_m);
     const int chosen = call.us[c.cluster_m == 2  ? 0
                                : c.tile_n == 256 ? 1
                                : c.tile_n == 192 ? 2

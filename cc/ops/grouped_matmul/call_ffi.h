@@ -18,6 +18,7 @@ struct GroupedAttributes {
   bool fill = true;            // rows of no group are zeros
   bool gated = false;          // there is w_1
   bool scaled = false;         // there is row_scale
+  double share = 1;            // of the rows, which groups have, about
   bool sums = false;           // there are sums, one for each weight
   int64_t terms = 1;           // 2: there are x_1 and w_1
   Int64s tile;                 // columns and cluster_m of a TileChoice; empty: none
@@ -25,7 +26,8 @@ struct GroupedAttributes {
 
   void Read(AttributeReader& read) {
     read("activation", &activation)("fill", &fill)("gated", &gated)("scaled", &scaled)(
-        "sums", &sums)("terms", &terms)("tile", &tile)("transpose_rhs", &transpose_rhs);
+        "share", &share)("sums", &sums)("terms", &terms)("tile", &tile)("transpose_rhs",
+                                                                        &transpose_rhs);
   }
 };
 
@@ -92,6 +94,7 @@ inline std::optional<GroupedCall> GroupedCallOf(const GroupedAttributes& a,
   p.scales = scales;
   p.terms = static_cast<int>(terms);
   p.fill = a.fill;
+  p.share = a.share;
   if (p.gated && p.activation == Activation::kNone) return std::nullopt;
   if (p.m == 0 || p.k == 0 || p.n == 0 || p.groups == 0) return std::nullopt;
   GroupedMatmulArrays& arrays = call.arrays;

@@ -65,6 +65,7 @@ struct GroupedMatmulParams {
   Quantizing quantize = Quantizing::kNone;
   int terms = 1;     // two not with a gate; with scales of blocks alone, and of whole k-blocks
   bool fill = true;  // write zeros to the rows of no group, in y and sums; else nothing
+  double share = 1;  // of the m rows, which groups have, about: by it a tile is chosen
 
   int Weights() const { return gated ? 2 : 1; }  // of which a tile has columns
   int Operands() const { return gated ? 2 : terms; }
@@ -95,6 +96,7 @@ struct GroupedMatmulDwParams {
   DType out_dtype;  // of dw
   TileChoice tile;
   Scales scales = Scales::kNone;  // of grouped_matmul_dw_scaled; with entries of k
+  double share = 1;               // as above
 };
 
 struct GroupedMatmulDwArrays {
@@ -185,6 +187,11 @@ inline double EstimateGroupedCost(const GemmChoice& c, int64_t m, int64_t groups
   return EstimateCost(c, tile_rows, n, k_bytes, machine, costs) * (c.cluster_m == 2 ? 0.957 : 1);
 }
 
+// Of m rows, this share.
+inline int64_t MeanRows(int64_t m, double share) {
+  return Max<int64_t>(1, std::llround(share * static_cast<double>(m)));
+}
+
 // Tiles of `rows` rows that a group takes on average, whose sizes are spread by 15 % about a mean.
 inline double MeanTiles(double mean, int64_t rows) {
   constexpr double kSizes[] = {.85, .91, .97, 1.03, 1.09, 1.15};
@@ -198,16 +205,17 @@ inline double MeanTiles(double mean, int64_t rows) {
 // this choice was 1.1 % slower than the fastest kernel in the mean of 18 products
 // (docs/experiments/0036).
 inline GemmChoice ChooseGrouped(const GroupedMatmulParams& p, const Machine& machine) {
+  const int64_t m = MeanRows(p.m, p.share);
   const auto cost = [&](const GemmChoice& c) {
     const int64_t rows = kGemmTileM * c.cluster_m;
     const auto groups = static_cast<double>(p.groups);
-    const double tiles = MeanTiles(static_cast<double>(p.m) / groups, rows);
+    const double tiles = MeanTiles(static_cast<double>(m) / groups, rows);
     const double share = tiles - std::floor(tiles);  // of groups that take a tile more
     double sum = 0;
     for (const double by : {-1, 0, 1}) {
       const double count = tiles * groups + by * std::sqrt(share * (1 - share) * groups);
       sum +=
-          EstimateGroupedCost(c, p.m, p.groups, std::llround(count * static_cast<double>(rows)),
+          EstimateGroupedCost(c, m, p.groups, std::llround(count * static_cast<double>(rows)),
                               p.n * p.Weights(), p.terms * p.k * SizeOf(p.dtype), machine,
                               p.scales == Scales::kOfBlocks ? kGatherCostsOfBlocks : kGatherCosts);
     }
@@ -217,11 +225,12 @@ inline GemmChoice ChooseGrouped(const GroupedMatmulParams& p, const Machine& mac
 }
 
 inline GemmChoice ChooseGroupedDw(const GroupedMatmulDwParams& p, const Machine& machine) {
+  const int64_t m = MeanRows(p.m, p.share);
   const auto cost = [&](const GemmChoice& c) -> double {
-    if (HasFewRows(p.m, p.groups)) return c.cluster_m == 1 ? c.tile_n : 1e9;  // writing takes long
+    if (HasFewRows(m, p.groups)) return c.cluster_m == 1 ? c.tile_n : 1e9;  // writing takes long
     const int64_t rows = RoundUp<int64_t>(p.k, kGemmTileM * c.cluster_m);
-    return EstimateGroupedCost(c, p.m, p.groups, p.groups * rows, p.n,
-                               CeilDiv(p.m, p.groups) * SizeOf(p.dtype), machine,
+    return EstimateGroupedCost(c, m, p.groups, p.groups * rows, p.n,
+                               CeilDiv(m, p.groups) * SizeOf(p.dtype), machine,
                                p.scales == Scales::kOfBlocks ? kGatherCostsOfBlocks : kGatherCosts);
   };
   return CheapestGrouped(/*gated=*/false, p.tile, cost, p.scales);

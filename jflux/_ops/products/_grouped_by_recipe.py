@@ -41,6 +41,7 @@ class _Params:
     transpose_rhs: bool
     out: np.dtype
     fill: bool
+    share: float
     reference: bool
 
 
@@ -67,7 +68,7 @@ def products(
 ) -> Sequence[jax.Array]:
     """That of each w, of operands that were checked. `of`: the call without a recipe. With `moved`,
     of its rows in place of x, of which nothing but the gradient is needed."""
-    params = _Params(recipe, len(ws), of.transpose_rhs, of.out_dtype, of.fill, reference)
+    params = _Params(recipe, len(ws), of.transpose_rhs, of.out_dtype, of.fill, of.share, reference)
     copies = [
         (one.forward, one.backward) if isinstance(one, QuantizedWeight) else None for one in ws
     ]
@@ -101,7 +102,7 @@ def _sum_of_products(
     direct = (len(xs) == 1 or whole) and out in (WIDE, np.dtype(np.float32))
     wanted = out if direct else np.dtype(np.float32)
     if len(xs) > 1 and whole:
-        call = _grouped_primitives.Params(True, wanted, fill=params.fill)
+        call = _grouped_primitives.Params(True, wanted, fill=params.fill, share=params.share)
         f = _grouped_scaled.terms_in_lax if params.reference else _grouped_scaled.bind_terms
         return f(xs, ws, sizes, call).astype(out)
     terms = [_multiply(x, w, sizes, wanted, precision, params) for x, w in zip(xs, ws, strict=True)]
@@ -111,7 +112,7 @@ def _sum_of_products(
 def _multiply(
     x: Scaled, w: Scaled, sizes: jax.Array, out: np.dtype, precision: Any, params: _Params
 ) -> jax.Array:
-    call = _grouped_primitives.Params(True, out, fill=params.fill)
+    call = _grouped_primitives.Params(True, out, fill=params.fill, share=params.share)
     has_blocks = max(x.scale.shape[-1], w.scale.shape[-1]) > 1
     if _scaled.is_highest(precision) and not has_blocks:
         # Tensor cores keep fewer bits of sums of 8-bit floats. bfloat16 holds values times powers
@@ -166,7 +167,7 @@ def _backward(
     quantized: list[Scaled] = []
     for i in given:
         dy, copy = cotangents[i], None
-        if w_types[i] is not None and _sums_rows_in_8_bits(x, dy, sizes, recipe):
+        if w_types[i] is not None and _sums_rows_in_8_bits(x, dy, sizes, params):
             assert recipe.dw is not None
             if has_dx:
                 copy, turned[i] = _quantize_groups.quantized(dy, sizes, recipe.dw[1])
@@ -200,8 +201,9 @@ def _backward(
     return [dx, *dws, None]
 
 
-def _sums_rows_in_8_bits(x: Scaled, dy: jax.Array, sizes: jax.Array, recipe: Recipe) -> bool:
+def _sums_rows_in_8_bits(x: Scaled, dy: jax.Array, sizes: jax.Array, params: _Params) -> bool:
     """Whether the weight gradient of x and dy is a product of 8 bits."""
+    recipe = params.recipe
     form, forms = _quantize_groups.FORM, (_quantize_groups.FORM, _quantize_groups.SQUARES)
     if recipe.dw is None or any(one not in forms for one in recipe.dw):
         return False
@@ -209,7 +211,7 @@ def _sums_rows_in_8_bits(x: Scaled, dy: jax.Array, sizes: jax.Array, recipe: Rec
         return False
     vectors = (x.shape[1] % 16, dy.shape[1] % 16) == (0, 0)  # what kernels take
     few = sizes.shape[0] <= _quantize_groups.MOST_GROUPS
-    return vectors and few and x.shape[0] >= _LEAST_ROWS * sizes.shape[0]
+    return vectors and few and params.share * x.shape[0] >= _LEAST_ROWS * sizes.shape[0]
 
 
 def _weight_gradient_in_8_bits(
@@ -228,7 +230,7 @@ def _weight_gradient(
     out = dtype if dtype == WIDE else np.dtype(np.float32)
     pair = [x.dequantize(WIDE), dy.astype(WIDE)]
     arrays = (*(pair[::-1] if params.transpose_rhs else pair), sizes)
-    call = _grouped_primitives.DwParams(np.dtype(out))
+    call = _grouped_primitives.DwParams(np.dtype(out), params.share)
     if params.reference:
         (dw,) = _grouped_primitives._reference_dw(arrays, call)
     else:

@@ -48,6 +48,7 @@ class Params:
       sums: also return the products that the activation is applied to, in y's type.
       terms: y is the sum of so many products, each of an x and a weight of its own; at most two.
       fill: rows of no group are zeros, in y, in the sums and in the gradient of x; else anything.
+      share: which share of x's rows the groups have, about. The GPU kernel's tile depends on it.
     """
 
     transpose_rhs: bool
@@ -58,6 +59,7 @@ class Params:
     sums: bool = False
     terms: int = 1
     fill: bool = True
+    share: float = 1.0
 
     @property
     def weights(self) -> int:
@@ -70,14 +72,15 @@ class Params:
     def product(self, out: Any = None, *, scaled: bool = False) -> Params:
         """The product with one weight alone."""
         out = np.dtype(out or self.out_dtype)
-        return Params(self.transpose_rhs, out, scaled=scaled, fill=self.fill)
+        return Params(self.transpose_rhs, out, scaled=scaled, fill=self.fill, share=self.share)
 
 
 @dataclasses.dataclass(frozen=True)
 class DwParams:
-    """The gradient with respect to a weight, less its operands."""
+    """The gradient with respect to a weight, less its operands. `share`: as in :class:`Params`."""
 
     out_dtype: np.dtype
+    share: float = 1.0
 
 
 def _unpack(operands: Sequence[Any], params: Params) -> tuple[Any, Sequence[Any], Any, Any]:
@@ -219,11 +222,16 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
         "fill": params.fill,
         "gated": params.gated,
         "scaled": params.scaled,
+        "share": np.float64(params.share),
         "sums": params.sums,
         "terms": np.int64(params.terms),
         "tile": forced_tile(params.gated),
         "transpose_rhs": params.transpose_rhs,
     }
+
+
+def _attributes_dw(arrays: Arrays, params: DwParams, plan: Plan) -> dict[str, Any]:
+    return {"share": np.float64(params.share), "tile": forced_tile(gated=False)}
 
 
 # ---- Batches -------------------------------------------------------------------------------------
@@ -316,7 +324,7 @@ grouped_matmul_dw = make_primitive(
             local_ops.kernel(
                 DW,
                 why_not=_why_not_dw,
-                attributes=lambda *_: {"tile": forced_tile(gated=False)},
+                attributes=_attributes_dw,
                 checked_on_gpus=True,
             ),
         ),
@@ -414,13 +422,15 @@ def _sums_backward(
     dx, given = None, [i for i, dy in enumerate(cotangents) if dy is not None]
     if wanted[0] is not None and given:
         out = np.dtype(wanted[0].dtype)
-        back = Params(not params.transpose_rhs, out, terms=len(given), fill=params.fill)
+        back = Params(
+            not params.transpose_rhs, out, terms=len(given), fill=params.fill, share=params.share
+        )
         dys = [cotangents[i].astype(x.dtype) for i in given]
         (dx,) = grouped_matmul.bind(*dys, *(ws[i] for i in given), sizes, params=back)
     dws = [
         None
         if dy is None or aval is None
-        else weight_gradient(x, dy, sizes, aval.dtype, params.transpose_rhs)
+        else weight_gradient(x, dy, sizes, aval.dtype, params.transpose_rhs, params.share)
         for dy, aval in zip(cotangents, wanted[1:], strict=True)
     ]
     return [dx, *dws]
@@ -472,12 +482,15 @@ def _transpose(cotangents: Any, *operands: Any, params: Params) -> Any:
         return [dx, None, *nothing]
     if scale is not None:
         dy = scale[:, None] * dy.astype(_epilogue.sum_dtype(dy.dtype))
-    return [None, weight_gradient(x, dy, sizes, w.aval.dtype, params.transpose_rhs), *nothing]
+    dw = weight_gradient(x, dy, sizes, w.aval.dtype, params.transpose_rhs, params.share)
+    return [None, dw, *nothing]
 
 
-def weight_gradient(x: Any, dy: Any, sizes: Any, out: Any, transpose_rhs: bool) -> Any:
+def weight_gradient(
+    x: Any, dy: Any, sizes: Any, out: Any, transpose_rhs: bool, share: float = 1.0
+) -> Any:
     pair = (dy.astype(x.dtype), x) if transpose_rhs else (x, dy.astype(x.dtype))
-    (dw,) = grouped_matmul_dw.bind(*pair, sizes, params=DwParams(np.dtype(out)))
+    (dw,) = grouped_matmul_dw.bind(*pair, sizes, params=DwParams(np.dtype(out), share))
     return dw
 
 
@@ -498,7 +511,7 @@ def _transpose_dw(cotangents: Any, x: Any, dy: Any, sizes: Any, *, params: DwPar
         return [None, None, None]
     wants_x = ad.is_undefined_primal(x)
     aval, other = (x.aval, dy) if wants_x else (dy.aval, x)
-    back = Params(transpose_rhs=wants_x, out_dtype=aval.dtype)
+    back = Params(transpose_rhs=wants_x, out_dtype=aval.dtype, share=params.share)
     (d,) = grouped_matmul.bind(other, dw.astype(other.dtype), sizes, params=back)
     return [d, None, None] if wants_x else [None, d, None]
 

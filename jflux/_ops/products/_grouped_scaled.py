@@ -205,7 +205,9 @@ def _in_bfloat16(arrays: Arrays, params: Params, plan: Plan) -> list[jax.Array]:
 
 
 def _of_values(params: Params) -> _grouped_primitives.Params:
-    return _grouped_primitives.Params(params.transpose_rhs, np.dtype(np.float32))
+    return _grouped_primitives.Params(
+        params.transpose_rhs, np.dtype(np.float32), share=params.share
+    )
 
 
 def _by_products(arrays: Arrays, params: Params, product: Product) -> list[jax.Array]:

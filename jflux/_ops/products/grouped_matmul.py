@@ -3,6 +3,7 @@ cc/ops/grouped_matmul."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ def grouped_matmul(
     recipe: Recipe | None = None,
     quantize: Format | None = None,
     rest: str = "zeros",
+    expected_rows: int | None = None,
 ) -> Any:
     """``x[r] @ w[e]`` for each row r of group e: the product of a mixture's experts.
 
@@ -98,6 +100,8 @@ def grouped_matmul(
       rest: what rows past the sum of the sizes hold, in y and in the gradient of x: "zeros", or
         "undefined", where nothing reads them: kernels do not write them then. Expert parallelism
         has many, since a rank has room for all tokens that may come.
+      expected_rows: how many of the M rows groups have, about: by it the kernel's tile is chosen,
+        and nothing else. None: M.
 
     Returns:
       y [M, N]. Under ``check_vma=True`` it varies over every axis that an operand varies over.
@@ -123,7 +127,7 @@ def grouped_matmul(
         preferred_element_type = jnp.float32
     params, scales = _params_of(
         x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated, row_scale,
-        rest,
+        rest, expected_rows,
     )  # fmt: skip
     is_empty = 0 in (*x.shape, *ws[0].shape)
     if quantize is not None and (is_empty or not isinstance(x, Scaled) or quantize.block[0] != 1):
@@ -131,6 +135,7 @@ def grouped_matmul(
         y = grouped_matmul(
             x, w, group_sizes, transpose_rhs=transpose_rhs, preferred_element_type=jnp.float32,
             activation=activation, gated=gated, row_scale=row_scale, recipe=recipe, rest=rest,
+            expected_rows=expected_rows,
         )  # fmt: skip
         return quantize.quantize(y)
     n, out = ws[0].shape[1 if transpose_rhs else 2], params.out_dtype
@@ -157,11 +162,14 @@ def of_dispatched(
     activation: str,
     gated: bool,
     rest: str,
+    expected_rows: int,
 ) -> jax.Array:
     """:func:`grouped_matmul` by a recipe, of rows of x [T, K] that were dispatched in 8 bits. The
     gradient of x goes the way back."""
     ws: Sequence[Any] = several(w)
-    params, _ = _params_of(x, ws, group_sizes, False, None, activation, gated, None, rest)
+    params, _ = _params_of(x, ws, group_sizes, False, None, activation, gated, None, rest, None)
+    share = _share(expected_rows, moved.rows.shape[0])
+    params = dataclasses.replace(params, share=share)
     return _by_recipe(x, ws, group_sizes, (), recipe, params, moved=moved)
 
 
@@ -178,6 +186,7 @@ def reference(
     recipe: Recipe | None = None,
     quantize: Format | None = None,
     rest: str = "zeros",
+    expected_rows: int | None = None,
 ) -> Any:
     """:func:`jflux.grouped_matmul` in plain `lax`: `jax.lax.ragged_dot`, zeros past the sum of the
     sizes, and what follows."""
@@ -187,13 +196,14 @@ def reference(
         y = reference(
             x, w, group_sizes, transpose_rhs=transpose_rhs, preferred_element_type=jnp.float32,
             activation=activation, gated=gated, row_scale=row_scale, recipe=recipe, rest=rest,
+            expected_rows=expected_rows,
         )  # fmt: skip
         return quantize.quantize(y)
     x, w = _scaled.of_product(OP, x, w)
     ws: Sequence[Any] = several(w)
     params, scales = _params_of(
         x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated, row_scale,
-        rest,
+        rest, expected_rows,
     )  # fmt: skip
     if recipe is not None:
         return _by_recipe(x, ws, group_sizes, scales, recipe, params, reference=True)
@@ -250,6 +260,7 @@ def _params_of(
     gated: bool,
     row_scale: Any,
     rest: str,
+    expected_rows: int | None,
 ) -> tuple[Params, Sequence[jax.Array]]:
     """(a call's parameters, its row_scale if there is one); raises for operands that do not fit."""
     if isinstance(x, Scaled):
@@ -263,7 +274,17 @@ def _params_of(
     _check_scale(x, row_scale)
     scales = () if row_scale is None else (row_scale.astype(jnp.float32),)
     fill = local_ops.is_filled(OP, rest)
-    return Params(transpose_rhs, out, activation, gated, row_scale is not None, fill=fill), scales
+    scaled, share = row_scale is not None, _share(expected_rows, x.shape[0])
+    params = Params(transpose_rhs, out, activation, gated, scaled, fill=fill, share=share)
+    return params, scales
+
+
+def _share(expected_rows: int | None, rows: int) -> float:
+    if expected_rows is None:
+        return 1.0
+    if not isinstance(expected_rows, int) or expected_rows < 0:
+        raise ValueError(f"jflux.{OP}: {expected_rows=} must be an int, 0 or more, or None")
+    return min(1.0, expected_rows / max(1, rows))
 
 
 def check(
