@@ -41,12 +41,14 @@ def exact(q, k, v, do, causal=True, sinks=None):
     return (o, lse.swapaxes(1, 2)), (dq, dk, dv, *of_sinks)
 
 
-def drawn(shape, dtype, seed):
-    """q, k, v and a cotangent of o, for (B, S, H, G, D)."""
-    batch, length, heads, groups, width = shape
+def drawn(shape, dtype, seed, keys=None):
+    """q, k, v and a cotangent of o, for (B, S, H, G, D); keys and values have S positions, too,
+    unless `keys` says how many."""
+    batch, queries, heads, groups, width = shape
+    keys = queries if keys is None else keys
     rng = np.random.default_rng(seed)
-    rows = (heads, groups, groups, heads)
-    return [jnp.asarray(rng.standard_normal((batch, length, h, width)), dtype) for h in rows]
+    rows = ((queries, heads), (keys, groups), (keys, groups), (queries, heads))
+    return [jnp.asarray(rng.standard_normal((batch, *r, width)), dtype) for r in rows]
 
 
 def check(operands, world, *, return_lse=True, layout="zigzag", sinks=None, **options):
@@ -101,6 +103,16 @@ def test_sinks(of, dtype, world, form):
     operands = drawn((1, 96 * world, 4, 2, 64), dtype, world)
     sinks = jnp.asarray([1.5, -2, 7, -20], of)
     check(operands, world, causal=True, form=form, sinks=sinks)
+
+
+@pytest.mark.parametrize("form", ["gather", "ring", "ulysses", "auto"])
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(192, 64), (24, 320)])
+@pytest.mark.parametrize("world", [n for n in (2, 1, 4) if n <= RANKS])
+def test_keys_of_another_sequence(world, queries, keys, return_lse, form):
+    operands = drawn((2, queries * world, 8, 4, 64), jnp.bfloat16, world, keys * world)
+    options = {"form": form, "return_lse": return_lse, "layout": "contiguous"}
+    check(operands, world, causal=False, **options)
 
 
 @pytest.mark.parametrize("form", ["gather", "ring"])

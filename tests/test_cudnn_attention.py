@@ -12,7 +12,14 @@ from harness import PLATFORM, RANKS, examples, make_mesh
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from test_attention import LAYOUTS, Case, check, plain_with_sinks, weights_of
+from test_attention import (
+    LAYOUTS,
+    Case,
+    check,
+    check_keys_of_another_sequence,
+    plain_with_sinks,
+    weights_of,
+)
 
 import jflux
 import jflux.nn
@@ -147,6 +154,14 @@ def test_attention_is_that_of_the_whole_sequence(calls, case):
 @pytest.mark.parametrize(("layout", "causal"), TAKEN)
 def test_eight_ranks(calls, layout, causal, form):
     check_without_lse(Case(world=min(8, RANKS), own=4, layout=layout, causal=causal, form=form))
+    assert {call[0] for call in calls} == {"forward", "backward"}
+
+
+@pytest.mark.parametrize("form", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize(("queries", "keys"), [(3, 5), (4, 1)])
+@pytest.mark.parametrize("world", [n for n in (1, 2, 3) if n <= RANKS])
+def test_keys_of_another_sequence(calls, world, queries, keys, form):
+    check_keys_of_another_sequence(world, queries, keys, form, return_lse=False)
     assert {call[0] for call in calls} == {"forward", "backward"}
 
 

@@ -36,8 +36,9 @@ def why_not(
 def forward(
     q: jax.Array, own: Any, k: jax.Array, v: jax.Array, calls: ChunkCalls, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of q [B, s, H, D] over its own keys and values, a pair of [B, s, G, D], as
-    ``calls.causal`` says, and over k, v [B, t, G, D] as ``calls.unmasked`` say.
+    """Attention of q [B, s, H, D] over its own keys and values, a pair of [B, u, G, D], as
+    ``calls.causal`` says, and over k, v [B, t, G, D] as ``calls.unmasked`` say. u is s unless the
+    keys are of another sequence, which no causal call has.
 
     Args:
       calls: those of this rank.
@@ -52,7 +53,7 @@ def forward(
         o, lse = (_unfolded(a, calls.chunks) for a in both)
         for i, of_chunk in enumerate(results):
             of_chunk.append((_chunk(o, i, calls), _chunk(lse, i, calls)))
-    size = q.shape[1] // calls.chunks
+    size = own[0].shape[1] // calls.chunks
     for call in calls.unmasked:
         keys = (_keys(a, call, size) for a in (k, v))
         o, lse = _cudnn.forward(_chunk(q, call.chunk, calls), *keys, scale=scale, causal=False)
@@ -93,7 +94,7 @@ def backward(
         own_dq, *of_own = (_unfolded(a, calls.chunks).astype(wide) for a in all_own)
         for i, terms in enumerate(dq):
             terms.append(_chunk(own_dq, i, calls))
-    size = q.shape[1] // calls.chunks
+    size = own[0].shape[1] // calls.chunks
     dk, dv = (meshes.vary(jnp.zeros(a.shape, wide), axes) for a in (k, v))
     for call in calls.unmasked:
         keys = [_keys(a, call, size) for a in (k, v)]
