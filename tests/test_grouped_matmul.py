@@ -615,7 +615,8 @@ def test_a_configuration_that_is_forced_on_all_products_is_for_those_that_have_i
 
 def test_expected_rows_reach_the_kernels():
     """In all of a call's kernels, with gradients; more than there are is all."""
-    x, w, sizes = jnp.ones((16, 8)), jnp.ones((2, 8, 8)), jnp.array([3, 5])
+    x, w = jnp.ones((16, 8), jnp.bfloat16), jnp.ones((2, 8, 8), jnp.bfloat16)
+    sizes = jnp.array([3, 5])
 
     def shares(expected):
         def loss(x, w):
