@@ -4,8 +4,8 @@ python -m bench.experts --ranks 2 --out bench/results/2xh100_experts.json [--lis
 
 The list "dispatch": T tokens of each rank, to their experts' ranks and back. Microseconds:
 
-    D       jflux.moe_dispatch, with partial sums
-    D+C     jflux.moe_dispatch and jflux.moe_combine, with partial sums
+    D       jflux.moe_dispatch, with partial sums, rows that no token has left undefined
+    D+C     jflux.moe_dispatch and jflux.moe_combine, so
     each    the same, with each of a token's k rows coming back by itself
     S       the same pair in plain lax
     gather  jflux.all_gather and jflux.reduce_scatter of all tokens: what a layer does otherwise
@@ -101,17 +101,19 @@ def pair(case: Case, indices: jax.Array, x: jax.Array, sums: bool = True) -> jax
     """Of one rank: the mean of a token's k copies, which is the token."""
     weights = jnp.full(indices.shape, 1 / case.k, jnp.float32)
     d = jflux.moe_dispatch(
-        x, indices, weights, num_experts=case.experts, axis_name="ep", partial_sums=sums
-    )
+        x, indices, weights, num_experts=case.experts, axis_name="ep", partial_sums=sums,
+        rest="undefined",
+    )  # fmt: skip
     return jflux.moe_combine(d.rows, d.handle, weights=weights, axis_name="ep")
 
 
 def there(case: Case, indices: jax.Array, x: jax.Array) -> jax.Array:
-    """Of one rank: as many of its experts' rows as it has tokens."""
+    """Of one rank: as many of its experts' rows as it has tokens, which even choices fill."""
     weights = jnp.full(indices.shape, 1 / case.k, jnp.float32)
     d = jflux.moe_dispatch(
-        x, indices, weights, num_experts=case.experts, axis_name="ep", partial_sums=True
-    )
+        x, indices, weights, num_experts=case.experts, axis_name="ep", partial_sums=True,
+        rest="undefined",
+    )  # fmt: skip
     return d.rows[: x.shape[0]]
 
 
