@@ -235,11 +235,12 @@ SECTIONS: dict[str, Section] = {
         "experts",
         _always(
             "D is `moe_dispatch`, D+C the way back too, `each` without partial sums, S the pair in "
-            "plain `lax`, `gather` an all-gather and a reduce-scatter of all tokens. Of layers, "
-            "forward and backward: TP and EP gather all tokens, `disp.` dispatches them, `prod.` "
-            "is `dispatch_grouped_matmul`, and S plain `lax` with `ragged_dot`. `einsum` is "
-            "GShard's form in plain JAX, with slots for 1.25 times an expert's even share: it "
-            "drops the rest, `dropped` of all choices, and jflux nothing."
+            "plain `lax`, `gather` an all-gather and a reduce-scatter of all tokens; before "
+            "2026-11-30 D and D+C wrote zeros to the rows of no token. Of layers, forward and "
+            "backward: TP and EP gather all tokens, `disp.` dispatches them, `prod.` is "
+            "`dispatch_grouped_matmul`, and S plain `lax` with `ragged_dot`. `einsum` is GShard's "
+            "form in plain JAX, with slots for 1.25 times an expert's even share: it drops the "
+            "rest, `dropped` of all choices, and jflux nothing."
         ),
         lambda result: expert_tables(result["experts"]),
     ),

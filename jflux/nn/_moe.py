@@ -94,7 +94,7 @@ def mixture(
 
     Every rank chooses for its own tokens. How these come to their experts is `exchange`'s to say:
 
-    - "auto": a dispatch of up to 4096 tokens of all ranks, in one kernel, and where a token's
+    - "auto": a dispatch of up to 8192 tokens of all ranks, in one kernel, and where a token's
       experts lie on less than .9 of the ranks, on average; else a gather. :func:`jflux.explain`
       says which, and why.
     - "gather": each rank gathers the tokens and choices of all N M ranks, computes its part of its

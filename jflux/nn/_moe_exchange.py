@@ -15,9 +15,9 @@ EXCHANGES = ("auto", "gather", "dispatch", "fused")
 #: lie on at least this share of the ranks. An estimate.
 LEAST_SHARE_IN_OPS = 0.5
 #: Up to so many tokens of all ranks a dispatch in one kernel is not slower than a gather, wherever
-#: experts lie: on 2 x H200 forward .67 to 1.01 of a gather's time, with gradients .89 to 1.02
-#: (bench/results/2xh200_experts.json).
-FEW_TOKENS = 4096
+#: experts lie: of 28 layers on 2 and 4 x H200 forward .98 of a gather's time in the mean, with
+#: gradients .98 (.89 to 1.04); of more tokens 1.14 and 1.09 (bench/results/4xh200_experts.json).
+FEW_TOKENS = 8192
 
 
 def planned(
