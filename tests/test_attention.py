@@ -578,48 +578,49 @@ def chosen(
 OWN = {"layout": "contiguous"}
 
 
-@pytest.mark.parametrize(
-    ("call", "alone", "differentiated", "reason"),
-    [
-        # Timed with gradients: docs/experiments/0058. 32 heads over 8, and 64 over 8.
-        ({}, "gather", "ulysses", r"are exchanged \(Ulysses\): with gradients that"),
-        ({"length": 131072}, "gather", "ulysses", "on 4 ranks"),
-        ({"ranks": 2}, "gather", "gather", "put in order, .* from 4 ranks and 32768 positions"),
-        ({"length": 8192}, "gather", "gather", "keys and values are gathered: exchanged heads"),
-        ({"batch": 4, "length": 8192, "heads": 64}, "gather", "gather", "have to be put in order"),
-        ({"layout": "striped"}, "gather", "ulysses", "less time"),
-        (OWN, "ulysses", "ulysses", "in contiguous order the last of the ranks that gather"),
-        ({**OWN, "ranks": 2}, "ulysses", "ulysses", ""),
-        ({**OWN, "length": 8192}, "gather", "ulysses", ""),
-        ({**OWN, "length": 4096}, "gather", "gather", "from 262144 queries of all heads on"),
-        ({**OWN, "batch": 4, "length": 8192, "heads": 64, "ranks": 2}, "ulysses", "ulysses", ""),
-        ({**OWN, "kind": "NVIDIA H100 80GB HBM3"}, "ulysses", "ulysses", ""),
-        # What has not been timed.
-        ({"heads": 64}, "gather", "gather", "moves 1.12 times as much, and is taken up to 0.625"),
-        ({**OWN, "groups": 2, "ranks": 2}, "gather", "gather", "moves 4.25 times as much"),
-        ({**OWN, "kind": "NVIDIA A100-SXM4-80GB"}, "gather", "gather", "on H100 and H200 alone"),
-        ({**OWN, "width": 64}, "gather", "gather", "for 128 elements of a head and up to 4 ranks"),
-        ({**OWN, "ranks": 8}, "gather", "gather", "up to 4 ranks"),
-        ({**OWN, "ranks": 3}, "gather", "gather", "3 ranks do not split 32 heads over 8"),
-        ({**OWN, "causal": False}, "gather", "gather", "with a causal mask alone"),
-        ({**OWN, "why_no_cudnn": "there is a window"}, "gather", "gather", "there is a window"),
-        ({**OWN, "return_lse": True}, "gather", "gather", "without `heads_axis` and `return_lse`"),
-        ({**OWN, "along_heads": True}, "gather", "gather", "without `heads_axis`"),
-        ({**OWN, "processes": 2}, "gather", "gather", "in one process"),
-        # Too many keys, whatever else.
-        ({**OWN, "length": 1 << 20}, "ring", "ring", "gathered they have 4294967296 bytes, more"),
-        # What is asked for.
-        ({"form": "ulysses", "length": 64}, "ulysses", "ulysses", "ulysses is asked for"),
-        ({**OWN, "form": "gather"}, "gather", "gather", "gather is asked for"),
-        ({"form": "ring", "length": 64}, "ring", "ring", "ring is asked for"),
-    ],
-)  # fmt: skip
-def test_which_form(call, alone, differentiated, reason):
-    """A plain table: forward alone, and where JAX differentiates."""
-    assert chosen(False, **call)[1] == alone
-    said, form = chosen(True, **call)
-    assert form == differentiated
-    assert re.search(reason, said), said
+# (call, form alone, form where JAX differentiates, what the reason says then)
+WHICH_FORM = [
+    # Timed with gradients: docs/experiments/0058. 32 heads over 8, and 64 over 8.
+    ({}, "gather", "ulysses", r"are exchanged \(Ulysses\): with gradients that"),
+    ({"length": 131072}, "gather", "ulysses", "on 4 ranks"),
+    ({"ranks": 2}, "gather", "gather", "put in order, .* from 4 ranks and 8192 positions"),
+    ({"length": 8192}, "gather", "ulysses", "on 4 ranks"),
+    ({"length": 4096}, "gather", "gather", "keys and values are gathered: exchanged heads"),
+    ({"batch": 4, "length": 8192, "heads": 64}, "gather", "ulysses", "on 4 ranks"),
+    ({"layout": "striped"}, "gather", "ulysses", "less time"),
+    (OWN, "ulysses", "ulysses", "in contiguous order the last of the ranks that gather"),
+    ({**OWN, "ranks": 2}, "ulysses", "ulysses", ""),
+    ({**OWN, "length": 8192}, "ulysses", "ulysses", ""),
+    ({**OWN, "length": 4096}, "gather", "gather", "from 262144 queries of all heads on"),
+    ({**OWN, "batch": 4, "length": 8192, "heads": 64, "ranks": 2}, "ulysses", "ulysses", ""),
+    ({**OWN, "kind": "NVIDIA H100 80GB HBM3"}, "ulysses", "ulysses", ""),
+    # What has not been timed.
+    ({"groups": 4, "heads": 64}, "gather", "gather", "moves 2.12 times as much, .* up to 1.12"),
+    ({**OWN, "groups": 2, "ranks": 2}, "gather", "gather", "moves 4.25 times as much"),
+    ({**OWN, "kind": "NVIDIA A100-SXM4-80GB"}, "gather", "gather", "on H100 and H200 alone"),
+    ({**OWN, "width": 64}, "gather", "gather", "for 128 elements of a head and up to 4 ranks"),
+    ({**OWN, "ranks": 8}, "gather", "gather", "up to 4 ranks"),
+    ({**OWN, "ranks": 3}, "gather", "gather", "3 ranks do not split 32 heads over 8"),
+    ({**OWN, "causal": False}, "gather", "gather", "with a causal mask alone"),
+    ({**OWN, "why_no_cudnn": "there is a window"}, "gather", "gather", "there is a window"),
+    ({**OWN, "return_lse": True}, "gather", "gather", "without `heads_axis` and `return_lse`"),
+    ({**OWN, "along_heads": True}, "gather", "gather", "without `heads_axis`"),
+    ({**OWN, "processes": 2}, "gather", "gather", "in one process"),
+    # Too many keys, whatever else.
+    ({**OWN, "length": 1 << 20}, "ring", "ring", "gathered they have 4294967296 bytes, more"),
+    # What is asked for.
+    ({"form": "ulysses", "length": 64}, "ulysses", "ulysses", "ulysses is asked for"),
+    ({**OWN, "form": "gather"}, "gather", "gather", "gather is asked for"),
+    ({"form": "ring", "length": 64}, "ring", "ring", "ring is asked for"),
+]  # fmt: skip
+
+
+def test_which_form():
+    for call, alone, differentiated, reason in WHICH_FORM:
+        assert chosen(False, **call)[1] == alone, call
+        said, form = chosen(True, **call)
+        assert form == differentiated, call
+        assert re.search(reason, said), said
 
 
 @pytest.mark.parametrize("type_", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])

@@ -94,7 +94,7 @@ def attention(
     - "auto": a ring if gathered keys and values take more than 1 GiB on a rank. Otherwise heads,
       where that has been timed to take less: causal, by cuDNN, on 2 to 4 H100 or H200 of one
       process, with heads of 128 elements; in "contiguous" order, and in the other orders where the
-      call is differentiated, from 4 ranks and 32768 positions on. Otherwise keys and values are
+      call is differentiated, from 4 ranks and 8192 positions on. Otherwise keys and values are
       gathered. :func:`jflux.explain` says which, and why; docs/experiments/0058 has the times.
 
     The backward pass moves in the same way as the forward pass. Gradients of keys that travel are
