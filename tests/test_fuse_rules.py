@@ -374,6 +374,28 @@ def test_exchanges_of_heads():
     check(f, args, ["matmul_all_to_all", "matmul_all_to_all", "all_to_all_matmul"])
 
 
+def test_ulysses_in_plain_jax_becomes_the_op():
+    """The same exchanges around the same attention, forward and backward."""
+
+    def plain(*arrays):
+        y = jax.nn.dot_product_attention(*(heads(a, 2, 1) for a in arrays), is_causal=True)
+        return heads(y, 1, 2)
+
+    def step(f, *args):
+        def loss(*args):
+            return jnp.sum(jnp.sin(of_ranks(f, *args)(*args)))
+
+        return jax.value_and_grad(loss, (0, 1, 2))
+
+    ours = functools.partial(jflux.ulysses_attention, axis_name="tp", causal=True)
+    args = [normal(2, 6, h, 8, seed=i) for i, h in enumerate((4, 2, 2))]
+    fused, by_hand = jflux.fuse(step(plain, *args)), step(ours, *args)
+    assert [one.op for one in fused.report(*args) if one.taken] == ["all_to_all"] * 8
+    found, wanted = ([str(c) for c in jflux.explain(f, *args)] for f in (fused, by_hand))
+    assert found == wanted and len(found) == 4
+    same(jax.jit(fused)(*args), jax.jit(by_hand)(*args))
+
+
 def test_exchanges_that_make_partial_sums():
     def f(x, w, v):
         y = heads(x, 2, 1) @ w  # a part of the contracted dimension on each rank
