@@ -9,6 +9,7 @@ from . import moe as moe
 from . import reference as reference
 from . import symm as symm
 from ._call.explain import explain as explain
+from ._call.explain import explaining as explaining
 from ._call.flops import flops as flops
 from ._call.register import register as register
 from ._config import config as config

@@ -111,14 +111,8 @@ class Config:
           RuntimeError: inside a function that JAX is tracing, which is lowered after the block.
         """
         self._check(changes)
-        if _is_staging():
-            named = ", ".join(f"{name}={on}" for name, on in changes.items())
-            raise RuntimeError(
-                f"jflux.config({named}) has no effect inside a function that JAX traces (jax.jit, "
-                "jax.checkpoint, a loop's body, ...): its calls are lowered after the block is "
-                f"left. Put the block around the call of the jitted function: `with "
-                f"jflux.config({named}): f(x)`. jflux.reference has single calls in lax"
-            )
+        named = ", ".join(f"{name}={on}" for name, on in changes.items())
+        check_not_staging(f"jflux.config({named})", ". jflux.reference has single calls in lax")
         with override(**changes):
             yield
 
@@ -142,6 +136,16 @@ def _is_staging() -> bool:
     if is_under_jit is None:  # a JAX to come: the block has no effect there, and nobody says so
         return False
     return bool(is_under_jit()) and not getattr(jax.config, "eager_constant_folding", False)
+
+
+def check_not_staging(block: str, more: str = "") -> None:
+    """Raises RuntimeError where a block would have no effect."""
+    if _is_staging():
+        raise RuntimeError(
+            f"{block} has no effect inside a function that JAX traces (jax.jit, jax.checkpoint, a "
+            "loop's body, ...): its calls are lowered after the block is left. Put the block "
+            f"around the call of the jitted function: `with {block}: f(x)`{more}"
+        )
 
 
 @contextlib.contextmanager

@@ -128,6 +128,92 @@ def test_what_is_lowered_once_is_listed_once():
     assert str(explain.explain(lambda x: x + 1, 1.0)) == "no call of a jflux op"
 
 
+def test_lines_of_the_program_and_how_often_they_run():
+    mesh, bound = make_mesh((RANKS,)), CALL.bind("tp")
+    inner = jax.jit(bound)
+
+    def body(x, w):
+        y = sum(inner(x + i, w) for i in range(3))
+
+        def step(carry, _):
+            return carry + bound(x + carry[:6, :16], w), None
+
+        return jax.lax.scan(step, y, length=5)[0] + bound(x, w) + bound(x * 2, w[:, :8]).sum()
+
+    first = body.__code__.co_firstlineno
+    equal, other = jflux.explain(per_device(mesh, body), *operands(CALL, mesh, "tp"))
+    assert (equal.times, other.times) == (3 + 5 + 1, 1)
+    places = [line.removeprefix(f"{__file__}:").split(" ")[0] for line in equal.lines]
+    assert [int(place) - first for place in places] == [1, 4, 6]
+    assert equal.lines[1].endswith(".step)") or equal.lines[1].endswith("(step)")
+    report = str(equal).splitlines()
+    assert report[0].endswith(", 9 times")
+    assert report[1:4] == [f"  line    {line}" for line in equal.lines]
+    assert len(other.lines) == 1 and "times" not in str(other)
+
+
+def test_what_a_decomposed_call_is_made_of_runs_as_often():
+    call = of_way("matmul_reduce_scatter", lead=(6,), k=16, n=16, dtype=jnp.bfloat16)
+    mesh, bound = make_mesh((RANKS,)), call.bind("tp")
+
+    def body(x, w):
+        return jax.lax.fori_loop(0, 4, lambda _, y: y + bound(x, w), 0 * x[:6])
+
+    with jflux.config(always=False), tuning_tables.force(tuning_tables.DECOMPOSED):
+        first, second = jflux.explain(per_device(mesh, body), *operands(call, mesh, "tp"))
+    assert (first.op, second.op) == ("matmul_reduce_scatter", "reduce_scatter")
+    assert (first.times, first.lines) == (second.times, second.lines) and first.times == 4
+
+
+class WithoutAHash:
+    """As modules of Equinox are: functions with arrays among their fields."""
+
+    __hash__ = None
+
+    def __init__(self, f, w):
+        self.f, self.w = f, w
+
+    def __call__(self, x):
+        return self.f(x, self.w)
+
+
+def test_a_module_that_has_no_hash():
+    f, (x, w) = _program()
+    (call,) = jflux.explain(WithoutAHash(f, w), x)
+    assert call.op == CALL.op
+
+
+def test_what_a_block_compiles():
+    """Whoever jits it, and whether or not it was compiled before; with a heap, since it runs."""
+    bound, mesh = CALL.bind("tp"), make_mesh((RANKS,))
+    f, args = per_device(mesh, lambda x, w: bound(x, w)), operands(CALL, mesh, "tp")
+    jitted = jax.jit(f)
+    want = np.asarray(jitted(*args), np.float32)
+    with jflux.explaining() as calls:
+        assert not calls and str(calls) == "no call of a jflux op"
+        first = np.asarray(jitted(*args), np.float32)
+        assert [call.op for call in calls] == [CALL.op]
+        second = np.asarray(jitted(*args), np.float32)
+        assert len(calls) == 1 and calls[0].plan.path == Path.FUSED
+        assert str(calls) == repr(calls) == str(calls[0])
+        assert calls[0].times == 1 and calls[0].lines == (jflux.explain(f, *args)[0].lines)
+    np.testing.assert_array_equal(first, want)
+    np.testing.assert_array_equal(second, want)
+    jitted(*args)
+    assert len(calls) == 1
+    (alone,) = jflux.explain(jitted, *args)
+    assert alone == calls[0]
+
+
+def test_no_block_where_it_would_have_no_effect():
+    def f(x):
+        with jflux.explaining():
+            return x
+
+    with pytest.raises(RuntimeError, match=r"jflux.explaining\(\) has no effect inside a function"):
+        jax.jit(f)(1.0)
+
+
 def test_gradients_are_explained_too():
     f, (x, w) = _program()
 

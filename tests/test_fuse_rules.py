@@ -1,5 +1,6 @@
 """jflux.fuse: what it finds in functions of ranks, and what it leaves alone."""
 
+import dataclasses
 import functools
 
 import jax
@@ -391,7 +392,10 @@ def test_ulysses_in_plain_jax_becomes_the_op():
     args = [normal(2, 6, h, 8, seed=i) for i, h in enumerate((4, 2, 2))]
     fused, by_hand = jflux.fuse(step(plain, *args)), step(ours, *args)
     assert [one.op for one in fused.report(*args) if one.taken] == ["all_to_all"] * 8
-    found, wanted = ([str(c) for c in jflux.explain(f, *args)] for f in (fused, by_hand))
+    found, wanted = (
+        [dataclasses.replace(call, lines=()) for call in jflux.explain(f, *args)]
+        for f in (fused, by_hand)
+    )
     assert found == wanted and len(found) == 4
     same(jax.jit(fused)(*args), jax.jit(by_hand)(*args))
 

@@ -373,7 +373,7 @@ def _gather(mesh, axis, **options):
 def test_explain_tells_both_levels(on):
     f, args = _gather(on(TWO), TWO.axis)
     whole, inside = jflux.explain(f, *args)
-    assert whole.plan.path == Path.TWO_LEVEL and str(whole).splitlines()[1] == "  path    two-level"
+    assert whole.plan.path == Path.TWO_LEVEL and "  path    two-level" in str(whole).splitlines()
     assert whole.plan.config == {"nodes": 2, "ranks": 4, "chunks": 2}
     assert whole.plan.reason.startswith("2 nodes of 4 ranks; the product for each in 2 chunks")
     assert (inside.op, inside.plan.path) == ("all_gather_matmul", Path.FUSED)

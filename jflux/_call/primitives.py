@@ -40,9 +40,11 @@ class OpPrimitive(Primitive):
     def __init__(self, op: Op) -> None:
         super().__init__(f"jflux_{op.name}")
         self.multiple_results = True
+        self.label = op.label  # of a call's parameters, as reports name it
         self._op = op
 
     def bind(self, *operands: Any, params: Any) -> Any:
+        explain.tracing(self.label, params, operands)
         own, count = _own_axes(params), self._op.varying(params)
         union = meshes.varying(operands) | meshes.tracked(tuple(own))
         cast = [
@@ -114,6 +116,10 @@ def make_primitive(op: Op) -> Primitive:
         return mlir.lower_fun(inside, multiple_results=True)(ctx, *operands)
 
     def lower(ctx: Any, *operands: Any, params: Any, platform: str) -> Any:
+        with explain.lowering(op.label(params), ctx.avals_in):
+            return lower_as_planned(ctx, operands, params, platform)
+
+    def lower_as_planned(ctx: Any, operands: Any, params: Any, platform: str) -> Any:
         mesh = None
         if not op.is_local:
             mesh = meshes.concrete_mesh_of(ctx.module_context, params.axis_names)
@@ -234,7 +240,8 @@ def _report(label: str, ctx: Any, plan: Plan) -> None:
 def _reserve(op: Op, ctx: Any, params: Any, planned: Planned, mesh: Any) -> Planned:
     """The call as it is planned, or by a later form if the symmetric heap has no room for it."""
     machine, plan = planned.machine, planned.plan
-    if not machine.is_here or _config.config.current().recorder is not None:  # nothing is to run
+    recorder = _config.config.current().recorder
+    if not machine.is_here or (recorder is not None and not recorder.runs):  # nothing is to run
         return planned
     table = meshes.group_table(mesh, params.axis_names)
     operands = explain.describe(ctx.avals_in)
