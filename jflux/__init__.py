@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from . import _checkout as _checkout  # first: it may take all else from elsewhere
 from . import checkpoint_policies as checkpoint_policies
+from . import lax as lax
 from . import moe as moe
 from . import reference as reference
 from . import symm as symm
