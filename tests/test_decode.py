@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import decode  # noqa: E402
 import llama_model  # noqa: E402
 import llama_weights  # noqa: E402
+import serve  # noqa: E402
 from llama_model import Config  # noqa: E402
 
 WORLDS = [n for n in (1, 2, 4, 8) if n <= RANKS]
@@ -791,3 +792,92 @@ def test_a_qwen3_is_not_taken_for_another_model():
     wrong = {"model.layers.1.self_attn.k_norm.weight": np.zeros(config.head_dim + 1)}
     with pytest.raises(ValueError, match="k_norm.weight has the shape"):
         llama_weights.check_tensors(config, tensors | wrong)
+
+
+# ---- The service ---------------------------------------------------------------------------------
+
+
+def requests(config, count, seed=0):
+    """Prompts of 1 to 20 tokens, and answers of 1 to 9."""
+    rng = np.random.default_rng(seed)
+    return [
+        serve.Request(rng.integers(config.vocab, size=rng.integers(1, 21)).tolist(), most)
+        for most in rng.integers(1, 10, count).tolist()
+    ]
+
+
+@pytest.mark.parametrize("config", ["grouped", "fewer keys than ranks, tied", "qwen3 mixture"])
+@pytest.mark.parametrize("ops", [jflux, jflux.reference], ids=["jflux", "reference"])
+def test_requests_are_answered_as_each_alone(config, ops):
+    """Whoever is beside them, in whichever pages: more requests than slots, and than have pages."""
+    config = CONFIGS[config]
+    mesh = make_mesh((min(4, RANKS),))
+    weights = llama_weights.from_tensors(config, mesh, tensors_of(config))
+    shape = serve.Shape(slots=3, chunk=8, page=4, pages=14, positions=30)
+    service = serve.Service(ops, config, mesh, weights, shape)
+    given = requests(config, 7)
+    for request in given:
+        service.add(request)
+    service.run()
+    assert [len(r.answer) for r in given] == [r.most for r in given]
+    assert service.read == sum(len(r.prompt) for r in given)
+    assert service.written == sum(r.most for r in given)
+    assert sorted(service._free) == list(range(shape.pages)) and not any(service._slots)
+    for request in given:
+        text = np.array([request.prompt + request.answer[:-1]])
+        logits = plain_llama(config, tensors_of(config), text)[0, len(request.prompt) - 1 :]
+        np.testing.assert_array_equal(logits.argmax(-1), request.answer)
+
+
+def test_an_answer_ends_at_its_token_and_what_has_no_room_is_refused():
+    config, mesh = CONFIGS["grouped"], make_mesh((min(2, RANKS),))
+    weights = llama_weights.from_tensors(config, mesh, tensors_of(config))
+    shape = serve.Shape(slots=2, chunk=16, page=8, pages=8, positions=32)
+    whole, ended = ([r] for r in (serve.Request([3, 1, 4], 8), serve.Request([3, 1, 4], 8)))
+    for requests_, end in ((whole, None), (ended, "second")):
+        end = whole[0].answer[2] if end else None
+        service = serve.Service(jflux, config, mesh, weights, shape, end=end)
+        service.add(requests_[0])
+        service.run()
+    until = whole[0].answer.index(whole[0].answer[2]) + 1
+    assert len(whole[0].answer) == 8 and ended[0].answer == whole[0].answer[:until]
+    ended[0].answer[-1] = (ended[0].answer[-1] + 1) % config.vocab
+    with pytest.raises(SystemExit, match="standard deviations below the best"):
+        serve.check_alone(config, mesh, weights, ended)
+    for prompt, most in (([], 3), ([1] * 30, 3), ([1], 0)):
+        with pytest.raises(ValueError, match="do not fit 32 positions"):
+            service.add(serve.Request(prompt, most))
+
+
+def test_samples_are_of_the_softmax():
+    """Of logits that are split over ranks: frequencies, the most likely ones alone, and none."""
+    world, draws = min(2, RANKS), 4000
+    logits = jnp.log(jnp.array([0.4, 0.05, 0.25, 0.1, 0.15, 0.05]))
+
+    def drawn(temperature, top_k):
+        def f(logits):
+            rows = jnp.broadcast_to(logits, (draws, *logits.shape))
+            t = jnp.full(draws, temperature)
+            return serve.sample(jflux.reference, rows, t, jax.random.key(3), top_k)
+
+        run = llama_model.per_rank(f, make_mesh((world,)), P("tp"), P())
+        return np.bincount(np.asarray(jax.jit(run)(logits)), minlength=6) / draws
+
+    np.testing.assert_allclose(drawn(1.0, 0), np.exp(logits), atol=0.03)
+    squares = np.exp(2 * logits)
+    np.testing.assert_allclose(drawn(0.5, 0), squares / squares.sum(), atol=0.03)
+    np.testing.assert_allclose(drawn(1.0, 2), np.array([0.4, 0, 0.25, 0, 0, 0]) / 0.65, atol=0.03)
+    np.testing.assert_array_equal(drawn(0.0, 0), [1, 0, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_script_serves(sampled, monkeypatch, capsys):
+    more = ["--temperature", "0.8", "--top-k", "5"] if sampled else ["--checked", "1"]
+    sizes = ["--layers", "1", "--requests", "4", "--prompt", "20", "--answer", "6", "--pages", "4"]
+    monkeypatch.setattr(sys, "argv", ["serve.py", *sizes, *more])
+    serve.main()
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert lines[0] == "4 requests; 4 slots, 4 pages of 16 positions"
+    steps = [line.split()[1] for line in lines[2:4]]
+    assert [line.split()[0] for line in lines[2:4]] == ["jflux", "XLA"] and len(set(steps)) == 1
+    assert lines[4:] == ([] if sampled else ["the answers to 1 requests are those of each alone"])
