@@ -133,26 +133,66 @@ def test_heads_under_explicit_sharding():
 @pytest.mark.parametrize(
     "lhs, rhs, numbers, options",
     [
-        ((2, 3, 4), (2, 4, 8), (((2,), (1,)), ((0,), (0,))), {}),  # a batch
-        ((4, 8), (4, 8), (((0,), (0,)), ((), ())), {}),  # not x's last dimension
-        ((2, 4, 8), (8, 4, 8), (((1, 2), (1, 0)), ((), ())), {}),  # in another order
-        ((8,), (8, 8), (((0,), (0,)), ((), ())), {}),  # no rows
-        ((4, 8), (8,), (((1,), (0,)), ((), ())), {}),  # no columns
-        ((4, 8), (8, 8), (((1,), (0,)), ((), ())), {"dtype": np.int32}),
         ((4, 8), (8, 8), (((1,), (0,)), ((), ())), {"axes": (None, None)}),
+        ((2, 3, 4), (2, 4, 8), (((2,), (1,)), ((0,), (0,))), {"axes": (None,) * 3}),
         ((4, 8), (8, 8), (((1,), (0,)), ((), ())), {"axes": ("tp", "tp")}),
         ((4, 8), (8, 8), (((1,), (0,)), ((), ())), {"axis": "other"}),
         ((2, 4, 4, 2), (4, 2, 8), (((2, 3), (0, 1)), ((), ())), {"axes": (None, "tp", None)}),
     ],
 )
 def test_what_it_leaves_alone(lhs, rhs, numbers, options):
-    dtype = options.get("dtype", np.float32)
-    x, w = draw(*lhs).astype(dtype), draw(*rhs, seed=1).astype(dtype)
+    x, w = draw(*lhs), draw(*rhs, seed=1)
     axes = options.get("axes", (None,) * (len(rhs) - 1) + ("tp",))
     dot = jnn.TensorParallel(options.get("axis", "tp")).dot_general(axes)
     with jax.set_mesh(make_mesh((2,))):
         assert calls_of(lambda x, w: dot(x, w, numbers), x, w) == []
         assert_close(dot(x, w, numbers), lax.dot_general(x, w, numbers))
+
+
+@pytest.mark.parametrize(
+    "lhs, rhs, numbers, dtype",
+    [
+        ((2, 3, 4), (2, 4, 8), (((2,), (1,)), ((0,), (0,))), np.float32),  # a batch
+        ((4, 8), (4, 8), (((0,), (0,)), ((), ())), np.float32),  # not x's last dimension
+        ((2, 4, 8), (8, 4, 8), (((1, 2), (1, 0)), ((), ())), np.float32),  # in another order
+        ((8,), (8, 8), (((0,), (0,)), ((), ())), np.float32),  # no rows
+        ((4, 8), (8,), (((1,), (0,)), ((), ())), np.float32),  # no columns
+        ((4, 8), (8, 8), (((1,), (0,)), ((), ())), np.int32),
+    ],
+)
+def test_a_kernel_that_is_split_for_nothing_is_said(lhs, rhs, numbers, dtype, caplog):
+    x, w = draw(*lhs).astype(dtype), draw(*rhs, seed=1).astype(dtype)
+    dot = jnn.TensorParallel("tp").dot_general((None,) * (len(rhs) - 1) + ("tp",))
+    with jax.set_mesh(make_mesh((2,))):
+        with pytest.raises(NotImplementedError, match="is not x .* times .*strict is on"):
+            dot(x, w, numbers)
+        with jflux.config(strict=False):
+            assert_close(dot(x, w, numbers), lax.dot_general(x, w, numbers))
+    assert f"nn.DotGeneral takes its lax reference: the product of {np.dtype(dtype)}" in caplog.text
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_einsums_contract_in_any_order(rows):
+    """`jnp.einsum` writes an output projection with the last contracted dimension first."""
+    equation = "btnh,nhd->btd" if rows else "bnht,nhd->btd"
+    dot = jnn.TensorParallel("tp").dot_general(("tp", None, None))
+    seen = []
+
+    def noted(*args, **options):
+        seen.append(args[2][0])
+        return dot(*args, **options)
+
+    x, w = draw(2, 8, 4, 6), draw(4, 6, 16, seed=1)
+    with jax.set_mesh(make_mesh((2,))), jflux.config(strict=rows):
+        if not rows:
+            x = np.moveaxis(x, 1, 3)
+
+        def f(x, w):
+            return jnp.einsum(equation, x, w, _dot_general=noted)
+
+        calls = calls_of(f, x, w)
+        assert_close(jax.jit(f)(x, w), np.einsum(equation, x, w))
+    assert calls == ([SCATTER] if rows else []) and seen
 
 
 def test_without_a_mesh_and_on_one_rank():

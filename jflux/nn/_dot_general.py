@@ -176,6 +176,13 @@ class DotGeneral:
         call = None if product is None else self._plan(product, lhs, rhs, out_sharding)
         if call is not None:
             return call(**options)
+        if product is None and self.mesh_axes and self._is_split(lhs, rhs):
+            _config.fall_back(
+                "nn.DotGeneral",
+                f"the product of {lhs.dtype}{list(lhs.shape)} and a kernel "
+                f"{rhs.dtype}{list(rhs.shape)} by {dimension_numbers} is not x [..., k] times "
+                "[k, n] or [n, k], of one floating type",
+            )
         if out_sharding is not None:
             others["out_sharding"] = out_sharding
         return _lax.dot_general(lhs, rhs, dimension_numbers, **options, **others)
@@ -253,6 +260,17 @@ class DotGeneral:
             return functools.partial(run, {"lhs": lhs, "rhs": rhs})
         how = (names, sequence, mesh, specs and specs["gathered"])
         return functools.partial(_shared, run, lhs, rhs, how)
+
+    def _is_split(self, lhs: Any, rhs: Any) -> bool:
+        """Whether the names of the kernel's dimensions split it over ranks."""
+        names = meshes.as_tuple(self.of.axis_name)
+        manual = meshes.is_bound(names)
+        mesh = jax.sharding.get_abstract_mesh() if manual else self._global_mesh(lhs, rhs)
+        if mesh is None or any(name not in mesh.axis_names for name in names):
+            return False
+        if math.prod(mesh.shape[name] for name in names) == 1 or len(self.mesh_axes) != rhs.ndim:
+            return False
+        return any(set(names) <= set(axes) for axes in self._kernel(rhs, mesh) or ())
 
     def _global_mesh(self, *arrays: Any) -> Any:
         try:
@@ -399,6 +417,8 @@ def _as_product(lhs: Any, rhs: Any, dimension_numbers: Any) -> Product | None:
         return None
     count = len(lhs_k)
     lead, columns = lhs.ndim - count, rhs.ndim - count
+    if count:  # jnp.einsum writes "btnh,nhd->btd" as (3, 2), (1, 0)
+        lhs_k, rhs_k = zip(*sorted(zip(lhs_k, rhs_k, strict=True)), strict=True)
     if not count or not lead or not columns or lhs_k != tuple(range(lead, lhs.ndim)):
         return None
     if rhs_k == tuple(range(count)):
