@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux._call.plans import Path
+from jflux._ranks import meshes
 
 COUNTS = [n for n in (2, 4) if n <= RANKS]
 DTYPE = jnp.float32 if PLATFORM == "gpu" else jnp.float64
@@ -112,6 +113,35 @@ def test_what_no_kernel_takes_is_laxs_and_no_error():
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
+
+
+def test_constants_weak_types_complex_numbers_and_groups_of_other_sizes():
+
+    def f(module, x):
+        assert not jflux.lax._takes_ranks("tp", [[0], [1, 2, 3]])
+        assert not jflux.lax._takes("all_gather", x + 0j)  # its gradient is a sum
+        size = int(module.psum(np.ones((), np.float32), "tp"))
+        weak = jax.jit(lambda y: jnp.where(y.sum() > 0, 1.0, 2.0))(x)
+        return (
+            jnp.zeros(size),
+            module.all_gather(weak, "tp") * jnp.bfloat16(2),
+        )
+
+    x = jnp.arange(8.0, dtype=DTYPE).reshape(4, 2)
+    got, want = (
+        jax.jit(over_ranks(lambda x, m=m: f(m, x), 4, check_vma=False))(x) for m in (jflux.lax, lax)
+    )
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(np.asarray(one, np.float64), np.asarray(other, np.float64))
+
+
+def test_types_without_a_kernel_on_gpus(monkeypatch):
+    monkeypatch.setattr(meshes, "platform", lambda: "gpu")
+    ops = {"psum": "all_reduce", "psum_scatter": "reduce_scatter", "all_gather": "all_gather"}
+    for dtype, sums in ((jnp.int32, False), (jnp.bfloat16, True)):
+        takes = [jflux.lax._takes(op, jnp.ones(2, dtype)) for op in ops.values()]
+        assert takes == [sums, sums, True]
 
 
 def test_in_the_place_of_laxs_functions(monkeypatch):

@@ -8,18 +8,24 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .. import _config
 from .plans import Plan
 
-#: Folders whose lines are not the program's.
-_NOT_THE_PROGRAM = tuple(
-    os.path.join(os.path.dirname(file), "") for file in (jax.__file__, os.path.dirname(__file__))
+#: Files whose lines are not the program's; and those of other libraries.
+_NOT_THE_PROGRAM = (
+    *(os.path.join(os.path.dirname(f), "") for f in (jax.__file__, os.path.dirname(__file__))),
+    "<frozen ",
+)
+_LIBRARIES = tuple(
+    os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")
 )
 
 
@@ -32,8 +38,9 @@ class Explained:
       operands, results: shapes and types of one rank's, such as "bfloat16[1024, 4096]".
       plan: the path that the call takes, its configuration, and the reason in words.
       lines: of the program, such as "model.py:41 (block)": those of equal calls are together.
-      times: how often they run in one call of the function, as far as loops have a length. Of
-        :func:`jflux.explaining` how often they were traced.
+      times: how often these run in one call of the function, as far as loops have a length: a
+        branch counts as if it were taken, and so does what XLA leaves out. 1 of calls that another
+        call became, and of :func:`jflux.explaining`.
     """
 
     op: str
@@ -114,23 +121,22 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
             f"jflux.explain: f must be a function that jax.jit takes, got {type(f).__name__}"
         )
     jitted: Any = f
-    if not hasattr(f, "lower"):  # a function of its own: f may have no hash
+    if not callable(getattr(f, "lower", None)):  # a function of its own: f may have no hash
         jitted = jax.jit(lambda *args, **kwargs: f(*args, **kwargs))
-    recorder = _Recorder()
+    recorder, places = _Recorder(), _Places()
     with _config.override(recorder=recorder):  # another key of JAX's caches: it lowers anew
         try:
-            if not hasattr(jitted, "trace"):
+            traced: Any = jitted.trace(*args, **kwargs) if hasattr(jitted, "trace") else None
+            if hasattr(traced, "jaxpr"):  # not of Flax's nnx.jit
+                traced.lower()
+                places.add_all(traced.jaxpr)
+            else:
                 jitted.lower(*args, **kwargs)
-                return Explanation(recorder.calls)
-            traced = jitted.trace(*args, **kwargs)
-            traced.lower()
         except jax.errors.ConcretizationTypeError as error:
             raise TypeError(
                 "jflux.explain: f cannot be jitted, since it needs the values of its arguments; "
                 f"explain the jitted parts of it: {error}"
             ) from error
-    places = _Places()
-    places.add_all(traced.jaxpr)
     return Explanation(places.of(key, call) for key, call in recorder.lowered)
 
 
@@ -156,13 +162,14 @@ def explaining() -> Iterator[Calls]:
       [('all_gather_matmul', 'fused')]
     """
     _config.check_not_staging("jflux.explaining()")
-    recorder = _Recorder(_Places())
+    outer = _config.config.current().recorder
+    recorder = _Recorder({}, outer if outer is not None and outer.runs else None)
     with _config.override(recorder=recorder):
         yield recorder.calls
 
 
-#: The calls of a program that are equal: their op, and their operands.
-_Key = tuple[str, tuple[str, ...]]
+#: The calls of a program that are equal: their op, operands and parameters.
+_Key = tuple[str, tuple[str, ...], Any]
 
 
 class _Places:
@@ -182,8 +189,8 @@ class _Places:
             here = _line_of(equation.source_info.traceback) or line
             label = getattr(equation.primitive, "label", None)  # of an OpPrimitive
             if label is not None:
-                avals = [atom.aval for atom in equation.invars]
-                self.add(_key(label(equation.params["params"]), avals), here, times)
+                params, avals = equation.params["params"], [a.aval for a in equation.invars]
+                self.add(_key(label(params), avals, params), here, times)
             length = equation.params["length"] if equation.primitive.name == "scan" else 1
             for value in equation.params.values():
                 for body in value if isinstance(value, tuple | list) else (value,):
@@ -191,8 +198,8 @@ class _Places:
                         self.add_all(body, here, times * length)
 
     def of(self, key: _Key, call: Explained) -> Explained:
-        """A call that became of those of a key."""
-        if key not in self.lines:  # noted by `note_once`
+        """A call with what is known of those like it: of one that another became, nothing."""
+        if key not in self.lines:
             return call
         return dataclasses.replace(call, lines=tuple(self.lines[key]), times=self.times[key])
 
@@ -202,15 +209,17 @@ class _Recorder:
 
     Attributes:
       calls: those that have been lowered.
-      lowered: the same, with the calls of the program that they are of. One may become several.
-      now: the one that is lowered now.
-      traced: where calls are traced; None: nobody asks, and nothing runs.
+      lowered: the same, with their keys.
+      traced: the lines of calls that have been traced and not lowered; None: of `explain`, which
+        has the program, and runs nothing.
+      outer: of a block around this one.
     """
 
-    def __init__(self, traced: _Places | None = None) -> None:
-        self.calls, self.traced = Calls(), traced
+    def __init__(
+        self, traced: dict[_Key, list[str]] | None = None, outer: _Recorder | None = None
+    ) -> None:
+        self.calls, self.traced, self.outer = Calls(), traced, outer
         self.lowered: list[tuple[_Key, Explained]] = []
-        self.now: _Key | None = None
 
     @property
     def runs(self) -> bool:
@@ -219,58 +228,55 @@ class _Recorder:
 
     def add(self, key: _Key, call: Explained) -> None:
         if self.traced is not None:
-            call = self.traced.of(key, call)
+            lines = call.lines or tuple(dict.fromkeys(self.traced.pop(key, ())))
+            call = dataclasses.replace(call, lines=lines)
         self.calls.append(call)
         self.lowered.append((key, call))
-
-
-@contextlib.contextmanager
-def lowering(op: str, operands: Sequence[Any]) -> Iterator[None]:
-    """While a call is lowered, with all that it becomes."""
-    recorder = _config.config.current().recorder
-    if recorder is None or recorder.now is not None:
-        yield
-        return
-    recorder.now = _key(op, operands)
-    try:
-        yield
-    finally:
-        recorder.now = None
+        if self.outer is not None:
+            self.outer.add(key, call)
 
 
 def tracing(label: Callable[[Any], str], params: Any, operands: Sequence[Any]) -> None:
     """Tells an `explaining` of a call that is traced. `label`: of parameters, the op."""
     recorder = _config.config.current().recorder
-    if recorder is not None and recorder.traced is not None and recorder.now is None:
-        avals = [jax.typeof(a) for a in operands]
-        recorder.traced.add(_key(label(params), avals), _line_now())
+    if recorder is not None and recorder.traced is not None:
+        key = _key(label(params), [jax.typeof(a) for a in operands], params)
+        # Of a gradient it is the line of what it is the gradient of.
+        line = _line_of(source_info_util.current().traceback) or _line_now()
+        recorder.traced.setdefault(key, []).append(line)
 
 
-def _key(op: str, operands: Sequence[Any]) -> _Key:
-    return op, tuple(map(_describe, operands))
+def _key(op: str, operands: Sequence[Any], params: Any) -> _Key:
+    return op, tuple(map(_describe, operands)), params
 
 
 def _line_of(traceback: Any) -> str:
     """The innermost line of the program in a traceback of JAX's; empty: there is none."""
-    for frame in traceback.frames if traceback is not None else ():
-        if _is_the_programs(frame.file_name):
-            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-    return ""
+    frames = traceback.frames if traceback is not None else ()
+    return _innermost((f.file_name, f.line_num, f.function_name) for f in frames)
 
 
 def _line_now() -> str:
     """The innermost line of the program that runs."""
-    frame: Any = sys._getframe()
+    frames, frame = [], sys._getframe()
     while frame is not None:
         code = frame.f_code
-        if _is_the_programs(code.co_filename):
-            return f"{code.co_filename}:{frame.f_lineno} ({code.co_qualname})"
-        frame = frame.f_back
-    return ""
+        frames.append((code.co_filename, frame.f_lineno, code.co_qualname))
+        frame = frame.f_back  # type: ignore[assignment]
+    return _innermost(frames)
 
 
-def _is_the_programs(file: str) -> bool:
-    return not file.startswith((*_NOT_THE_PROGRAM, "<"))
+def _innermost(frames: Iterable[tuple[str, int, str]]) -> str:
+    """Of (file, line, function), the innermost first: a line that is nobody's library, or else one
+    of another library than JAX and jflux."""
+    found = ""
+    for file, line, function in frames:
+        if file.startswith(_NOT_THE_PROGRAM):
+            continue
+        found = found or f"{file}:{line} ({function})"
+        if not file.startswith(_LIBRARIES):
+            return f"{file}:{line} ({function})"
+    return found
 
 
 def _describe(aval: Any) -> str:
@@ -282,13 +288,12 @@ def describe(avals: Sequence[Any]) -> str:
     return ", ".join(map(_describe, avals))
 
 
-def note(op: str, operands: Sequence[Any], results: Sequence[Any], plan: Plan) -> None:
-    """Tells an `explain` or `explaining` that runs in this thread of a call."""
+def note(op: str, operands: Sequence[Any], results: Sequence[Any], plan: Plan, params: Any) -> None:
+    """Tells an `explain` or `explaining` that runs in this thread of a call that is lowered."""
     recorder = _config.config.current().recorder
     if recorder is not None:
-        key = _key(op, operands)
-        call = Explained(op, key[1], tuple(map(_describe, results)), plan)
-        recorder.add(recorder.now or key, call)
+        call = Explained(op, tuple(map(_describe, operands)), tuple(map(_describe, results)), plan)
+        recorder.add(_key(op, operands, params), call)
 
 
 def note_once(op: str, operands: Sequence[Any], results: Sequence[Any], plan: Plan) -> None:
@@ -300,4 +305,5 @@ def note_once(op: str, operands: Sequence[Any], results: Sequence[Any], plan: Pl
     call = Explained(op, tuple(map(_describe, operands)), tuple(map(_describe, results)), plan)
     if all(dataclasses.replace(one, lines=(), times=1) != call for one in recorder.calls):
         line = _line_now()
-        recorder.add((op, call.operands), dataclasses.replace(call, lines=(line,) if line else ()))
+        call = dataclasses.replace(call, lines=(line,) if line else ())
+        recorder.add(_key(op, operands, None), call)

@@ -116,10 +116,6 @@ def make_primitive(op: Op) -> Primitive:
         return mlir.lower_fun(inside, multiple_results=True)(ctx, *operands)
 
     def lower(ctx: Any, *operands: Any, params: Any, platform: str) -> Any:
-        with explain.lowering(op.label(params), ctx.avals_in):
-            return lower_as_planned(ctx, operands, params, platform)
-
-    def lower_as_planned(ctx: Any, operands: Any, params: Any, platform: str) -> Any:
         mesh = None
         if not op.is_local:
             mesh = meshes.concrete_mesh_of(ctx.module_context, params.axis_names)
@@ -134,7 +130,7 @@ def make_primitive(op: Op) -> Primitive:
             else:
                 planned = _reserve(op, ctx, params, planned, mesh)
         plan, form = planned.plan, planned.form
-        _report(op.label(params), ctx, plan)
+        _report(op.label(params), ctx, plan, params)
         if form is None:
             return lower_run(ctx, operands, lambda arrays: op.reference(arrays, params))
         if not isinstance(run := form.run, Kernel):
@@ -228,9 +224,9 @@ def levels_over(platform: str, mesh: Mesh, axis_names: Any) -> Levels | str | No
     return levels
 
 
-def _report(label: str, ctx: Any, plan: Plan) -> None:
+def _report(label: str, ctx: Any, plan: Plan, params: Any) -> None:
     """Says which path a call takes: to jflux.explain, to the log, as an error in strict mode."""
-    explain.note(label, ctx.avals_in, ctx.avals_out, plan)
+    explain.note(label, ctx.avals_in, ctx.avals_out, plan, params)
     if plan.unsupported:
         _config.fall_back(label, plan.reason, plan.path)
     elif plan.path in (Path.DECOMPOSED, Path.TWO_LEVEL):

@@ -82,8 +82,8 @@ class OpSpec:
     most_bytes: Callable[[int], int] | None = None
 
     def takes(self, platform: str, dtype: Any) -> bool:
-        """Whether the kernels take operands of this type."""
-        dtypes = self.dtypes.get(platform, frozenset())
+        """Whether the kernels take operands of this type. `platform`: as JAX or jflux names it."""
+        dtypes = self.dtypes.get("cuda" if platform == "gpu" else platform, frozenset())
         return not dtypes or np.dtype(dtype) in dtypes
 
     def on(self, x: Any, *, axis_name: Any, reference: bool = False, **options: Any) -> Any:
