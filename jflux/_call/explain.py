@@ -242,8 +242,8 @@ def tracing(label: Callable[[Any], str], params: Any, operands: Sequence[Any]) -
     if recorder is not None and recorder.traced is not None:
         key = _key(label(params), [jax.typeof(a) for a in operands], params)
         # Of a gradient it is the line of what it is the gradient of.
-        line = _line_of(source_info_util.current().traceback) or _line_now()
-        recorder.traced.setdefault(key, []).append(line)
+        if line := _line_of(source_info_util.current().traceback) or _line_now():
+            recorder.traced.setdefault(key, []).append(line)
 
 
 def _key(op: str, operands: Sequence[Any], params: Any) -> _Key:
