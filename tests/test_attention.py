@@ -869,11 +869,18 @@ def test_keys_of_another_sequence(world, queries, keys, way):
     check_keys_of_another_sequence(world, queries, keys, way)
 
 
-def check_keys_of_another_sequence(world, queries, keys, way, *, return_lse=True):
-    """Results and gradients of all, of this many queries and keys of a rank."""
+@pytest.mark.parametrize("way", [*FORMS, "heads", "global", "reference"])
+@pytest.mark.parametrize("values", [3, 6])
+@pytest.mark.parametrize("world", [n for n in (1, 2, 3) if n <= RANKS])
+def test_values_of_another_width(world, values, way):
+    check_keys_of_another_sequence(world, 3, 5, way, values=values)
+
+
+def check_keys_of_another_sequence(world, queries, keys, way, *, return_lse=True, values=4):
+    """Results and gradients of all, of this many queries and keys of a rank, of 4 elements."""
     heads, mesh = 2 * world, make_mesh((world,))
     rng, split = np.random.default_rng([world, queries]), P(None, "tp")
-    shapes = ((2, world * n, heads, 4) for n in (queries, keys, keys))
+    shapes = ((2, world * n, heads, d) for n, d in ((queries, 4), (keys, 4), (keys, values)))
     q, k, v = (jnp.asarray(rng.standard_normal(shape)) for shape in shapes)
     module = jflux.reference if way == "reference" else jflux
     axis = "heads_axis" if way == "heads" else "axis_name"
@@ -909,7 +916,7 @@ def check_keys_of_another_sequence(world, queries, keys, way, *, return_lse=True
         ({"sinks": np.zeros(4, int)}, TypeError, "sinks must be floating, got int64; cast them"),
         ({"q": (1, 4, 3, 4)}, ValueError, "3 heads of queries must be a multiple of 2"),
         ({"q": (4, 4, 4)}, ValueError, r"q must be \[B, S/N, heads, D\]"),
-        ({"v": (1, 4, 2, 3)}, ValueError, "must have the same B and D, and k"),
+        ({"v": (1, 4, 1, 4)}, ValueError, r"same B and D, and k and v \[B, T/N, G, E\] all but"),
         (
             {"k": (1, 6, 2, 4), "v": (1, 6, 2, 4)},
             ValueError,

@@ -36,19 +36,22 @@ def exact(q, k, v, do, causal=True, sinks=None):
     ds = p * (dp - delta) / width**0.5
     dq, dk = np.einsum("bhst,bthd->bshd", ds, k), np.einsum("bhst,bshd->bthd", ds, q)
     dv = np.einsum("bhst,bshd->bthd", p, do)
-    dk, dv = (a.reshape(batch, length, groups, group, width).sum(3) for a in (dk, dv))
+    dk, dv = (a.reshape(batch, length, groups, group, -1).sum(3) for a in (dk, dv))
     of_sinks = () if sinks is None else (-np.sum(of_sink * delta, (0, 2, 3)),)
     return (o, lse.swapaxes(1, 2)), (dq, dk, dv, *of_sinks)
 
 
-def drawn(shape, dtype, seed, keys=None):
+def drawn(shape, dtype, seed, keys=None, values=None):
     """q, k, v and a cotangent of o, for (B, S, H, G, D); keys and values have S positions, too,
-    unless `keys` says how many."""
+    unless `keys` says how many, and values D elements, unless `values` does."""
     batch, queries, heads, groups, width = shape
-    keys = queries if keys is None else keys
+    keys, values = keys or queries, values or width
     rng = np.random.default_rng(seed)
-    rows = ((queries, heads), (keys, groups), (keys, groups), (queries, heads))
-    return [jnp.asarray(rng.standard_normal((batch, *r, width)), dtype) for r in rows]
+    rows = ((queries, heads, width), (keys, groups, width), (keys, groups, values))
+    return [
+        jnp.asarray(rng.standard_normal((batch, *row)), dtype)
+        for row in (*rows, (queries, heads, values))
+    ]
 
 
 def check(operands, world, *, return_lse=True, layout="zigzag", sinks=None, **options):
@@ -113,6 +116,16 @@ def test_keys_of_another_sequence(world, queries, keys, return_lse, form):
     operands = drawn((2, queries * world, 8, 4, 64), jnp.bfloat16, world, keys * world)
     options = {"form": form, "return_lse": return_lse, "layout": "contiguous"}
     check(operands, world, causal=False, **options)
+
+
+@pytest.mark.parametrize("form", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize("values", [128, 200] if PLATFORM == "gpu" else [16, 40])
+@pytest.mark.parametrize("world", [n for n in (2, 1, 4) if n <= RANKS])
+def test_values_of_another_width(world, values, form):
+    """On GPUs by jflux's kernels, since cuDNN takes up to 128 elements."""
+    width, own = (192, 192) if PLATFORM == "gpu" else (24, 24)
+    operands = drawn((2, own * world, 4, 4, width), jnp.bfloat16, world, values=values)
+    check(operands, world, causal=True, layout="contiguous", form=form)
 
 
 @pytest.mark.parametrize("form", ["gather", "ring"])

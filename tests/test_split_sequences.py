@@ -233,6 +233,19 @@ def over_ranks(world, ids=False, core=exact, module=jflux, **options):
     )
 
 
+@pytest.mark.parametrize("world", [n for n in (1, 2) if n <= RANKS])
+def test_ulysses_of_values_of_another_width(world):
+    """Columns of values are independent: with half of them, and with twice as many, for the same
+    scores."""
+    sizes = (2, 3 * world, 2 * world, 4)
+    q, k, v, more = draw(*[sizes] * 4)
+    whole = jax.jit(over_ranks(world, core=None, causal=True))
+    want = np.concatenate([whole(q, k, v), whole(q, k, more)], -1)
+    got = whole(q, k, np.concatenate([v, more], -1))
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+    np.testing.assert_allclose(whole(q, k, v[..., :3]), want[..., :3], rtol=1e-12)
+
+
 def check(f, want, operands):
     """Values and gradients."""
     cotangent = draw(operands[0].shape, seed=5)[0]

@@ -22,10 +22,10 @@ def check(op: str, q: Any, k: Any, v: Any, segment_ids: Any, causal: bool, windo
     for name, a in {"q": q, "k": k, "v": v}.items():
         if a.ndim != 4:
             raise ValueError(f"{op}: {name} must be [B, S/N, heads, D], got {a.shape}")
-    if k.shape != v.shape or q.shape[::3] != k.shape[::3]:
+    if k.shape[:3] != v.shape[:3] or q.shape[::3] != k.shape[::3]:
         raise ValueError(
-            f"{op}: q [B, S/N, H, D] and k, v [B, T/N, G, D] must have the same B and D, and k and "
-            f"v one shape, got {q.shape}, {k.shape}, {v.shape}"
+            f"{op}: q [B, S/N, H, D] and k [B, T/N, G, D] must have the same B and D, and k and v "
+            f"[B, T/N, G, E] all but these, got {q.shape}, {k.shape}, {v.shape}"
         )
     options = {
         "causal": causal,
@@ -54,6 +54,20 @@ def check(op: str, q: Any, k: Any, v: Any, segment_ids: Any, causal: bool, windo
         )
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise TypeError(f"{op}: segment_ids must be integers, got {segment_ids.dtype}")
+
+
+def of_one_width(
+    op: str, q: jax.Array, k: jax.Array, v: jax.Array, scale: float | None
+) -> tuple[jax.Array, jax.Array, jax.Array, float]:
+    """q, k, v and the scale of scores, where keys [..., D] and values [..., E] may have different
+    widths: with zeros behind those that have less. What a result has behind E are zeros."""
+    scale = scale_of(op, scale, q.shape[3])
+    width = max(k.shape[3], v.shape[3])
+    q, k, v = (
+        a if a.shape[3] == width else jnp.pad(a, ((0, 0),) * 3 + ((0, width - a.shape[3]),))
+        for a in (q, k, v)
+    )
+    return q, k, v, scale
 
 
 def is_cross(q: Any, k: Any) -> bool:

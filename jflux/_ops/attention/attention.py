@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from . import _sequence_form, _sinks
-from ._checks import check, is_cross
+from ._checks import check, is_cross, of_one_width
 from ._over_ranks import OP as _OP
 from ._over_ranks import AttentionOptions, attend_over_ranks
 from ._sequence_form import SequenceForm
@@ -124,7 +124,10 @@ def attention(
       and 0050).
 
     Args:
-      q, k, v: of one floating type. Scores and sums are in float32 (float64 for float64).
+      q, k, v: of one floating type. Scores and sums are in float32 (float64 for float64). Values
+        may have another width than keys, [B, T/N, G, E], as DeepSeek-V3's 128 for 192 (arXiv
+        2412.19437, section 2.1.1), and o is [B, S/N, H, E] then: what is narrower has zeros behind
+        it while it travels and is multiplied.
       axis_name: the axis that the sequence is split over. None: it is whole, or split over
         `heads_axis` alone.
       heads_axis: a mesh axis that heads are split over while attending. Its ranks must divide H,
@@ -190,12 +193,21 @@ def _global_attention(
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     check(_OP, q, k, v, segment_ids, options.causal, options.window)
+    of_values = v.shape[3]
+    q, k, v, scale = of_one_width(_OP, q, k, v, options.scale)
+    options = dataclasses.replace(options, scale=scale)
     if is_cross(q, k):  # without positions any layout will do
         options = dataclasses.replace(options, layout="contiguous")
     sinks = _sinks.check(_OP, sinks, q.shape[2])
     check_layout(_OP, options.layout)
     _sequence_form.check_form(_OP, options.form)
-    body = functools.partial(attend_over_ranks, options)
+
+    def body(**operands: Any) -> Any:
+        found = attend_over_ranks(options, **operands)
+        if of_values == k.shape[3]:
+            return found
+        return jax.tree.map(lambda a: a[..., :of_values] if a.ndim == 4 else a, found)
+
     operands = {"q": q, "k": k, "v": v, "segment_ids": segment_ids, "sinks": sinks}
     names = meshes.axes_of(options.axis_name, options.heads_axis)
     if not names or meshes.is_bound(names):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,7 @@ from ..collectives.exchange import (
     all_to_all_reference,
 )
 from . import _sinks
-from ._checks import check, check_heads, window_of
+from ._checks import check, check_heads, of_one_width, window_of
 from ._one_device import attend, dot_product_attention
 
 
@@ -57,7 +56,8 @@ def ulysses_attention(
     `jflux.all_to_all_matmul`.
 
     Args:
-      q, k, v: of one type.
+      q, k, v: of one type; values may have another width than keys, as in
+        :func:`jflux.attention`, and so has the result.
       causal: no position attends to a later one.
       window: position i attends to i - left to i + right: (left, right), or one number for both.
       segment_ids: int [B, S/N]; positions attend to those of the same segment alone. Makes a mask
@@ -133,17 +133,19 @@ def _ulysses(
     sinks = _sinks.check(op, sinks, q.shape[2])
     pair = window_of(op, window)
     check_heads(op, q, k, meshes.axis_size(axis_name))
+    of_values = v.shape[3]
+    q, k, v, scale = of_one_width(op, q, k, v, scale)
     gather, exchange = exchanges
     q, k, v = to_heads(axis_name, q, k, v, exchange)
     mask = None
     if segment_ids is not None:
         ids = gather(segment_ids, axis_name=axis_name, axis=1, tiled=True)
         mask = ids[:, None, :, None] == ids[:, None, None, :]
-    scale = 1 / math.sqrt(max(1, q.shape[3])) if scale is None else scale
     if pair is not None:  # no more than there are positions, to which `core` may add them
         pair = min(pair[0], q.shape[1]), min(pair[1], q.shape[1])
     more = {} if sinks is None else {"sinks": _sinks.of_own_heads(sinks, axis_name)}
     y = core(q, k, v, is_causal=causal, scale=scale, mask=mask, local_window_size=pair, **more)
+    y = y if y.shape[3] == of_values else y[..., :of_values]
     return to_positions(axis_name, y, exchange)
 
 
