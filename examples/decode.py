@@ -43,6 +43,7 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 # Virtual devices where there is no GPU; has no effect where there are some.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -270,6 +271,32 @@ def splits(config: Config, ranks: int, context: int) -> bool:
     return True
 
 
+def model_of(args: argparse.Namespace) -> tuple[Config, Mesh, Any]:
+    """The model, where it is, and the tensors of its files, if there are any; raises OSError,
+    ModuleNotFoundError or ValueError if these do not fit."""
+    config = config_of(args)
+    mesh = mesh_of(args, config)
+    tensors = args.weights and llama_weights.open_safetensors(args.weights)
+    if tensors:
+        llama_weights.check_tensors(config, tensors)
+    return config, mesh, tensors
+
+
+def weights_of(args: argparse.Namespace, config: Config, mesh: Mesh, tensors: Any) -> Weights:
+    if tensors:
+        return llama_weights.from_tensors(config, mesh, tensors)
+    return llama_weights.random(config, mesh, jax.random.key(args.seed))
+
+
+def describe(config: Config, mesh: Mesh, weights: Weights) -> str:
+    count = sum(w.size for w in jax.tree.leaves(weights))
+    ranks = " x ".join(f"{size} ({name})" for name, size in mesh.shape.items())
+    return (
+        f"{count / 1e6:.1f} M parameters in {config.layers} layers of {config.width}, "
+        f"{jnp.dtype(config.dtype).name}, {ranks} {jax.default_backend()} devices"
+    )
+
+
 def prompt_of(args: argparse.Namespace, config: Config) -> np.ndarray:
     """int32 [batch, s]; raises ValueError for what are no tokens, or too many."""
     length = args.prompt_length if args.prompt is None else args.prompt.count(",") + 1
@@ -292,24 +319,14 @@ def prompt_of(args: argparse.Namespace, config: Config) -> np.ndarray:
 def main() -> None:
     args = parse_arguments()
     try:
-        config = config_of(args)
-        mesh = mesh_of(args, config)
+        config, mesh, tensors = model_of(args)
         prompt = prompt_of(args, config)
-        tensors = args.weights and llama_weights.open_safetensors(args.weights)
-        if tensors:
-            llama_weights.check_tensors(config, tensors)
     except (OSError, ModuleNotFoundError, ValueError) as e:
         raise SystemExit(f"decode.py: {e}") from None
-    if tensors:
-        weights = llama_weights.from_tensors(config, mesh, tensors)
-    else:
-        weights = llama_weights.random(config, mesh, jax.random.key(args.seed))
-    count = sum(w.size for w in jax.tree.leaves(weights))
-    ranks = " x ".join(f"{size} ({name})" for name, size in mesh.shape.items())
+    weights = weights_of(args, config, mesh, tensors)
     cache = "" if args.positions is None else f", {args.positions} positions"
     print(
-        f"{count / 1e6:.1f} M parameters in {config.layers} layers of {config.width}, "
-        f"{jnp.dtype(config.dtype).name}, {ranks} {jax.default_backend()} devices; "
+        f"{describe(config, mesh, weights)}; "
         f"batch {args.batch}, prompt {prompt.shape[1]}, {args.steps} tokens{cache}"
     )
     options = {"steps": args.steps, "rounds": args.rounds, "end": args.end}

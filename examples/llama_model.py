@@ -449,17 +449,24 @@ def step(
         qkv = jflux.matmul(*operands(h, w["qkv"]), **to)
         q, *kv_of_token = split_heads(config, w, qkv[:, None], position[None])
         o, kv = attend_cache(ops, config, kv, q, kv_of_token, position)
-        x, h = sum_add_norm(ops, o, w["o"], x, w["mlp_norm"], config.epsilon)
-        if "router" in w:
-            y = mixture(ops, config, w, h, split=False)
-            norm = jflux.RMSNorm(scale, config.epsilon)
-            x, h = ops.all_reduce(y, axis_name=AXIS, residual=x, norm=norm)
-        else:
-            gate, up = jflux.matmul(*operands(h, (w["gate"], w["up"])), **to)
-            y = jax.nn.silu(gate) * up
-            x, h = sum_add_norm(ops, y, w["down"], x, scale, config.epsilon)
+        x, h = after_attention(ops, config, w, o, x, scale)
         new_cache.append(kv)
     return logits_of(weights, h), new_cache
+
+
+def after_attention(
+    ops: Any, config: Config, w: Weights, o: jax.Array, x: jax.Array, scale: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The rest of a layer of rows that all ranks have, from this rank's o [rows, n]: the residual
+    stream x, and its norm by `scale`."""
+    x, h = sum_add_norm(ops, o, w["o"], x, w["mlp_norm"], config.epsilon)
+    if "router" in w:
+        y = mixture(ops, config, w, h, split=False)
+        norm = jflux.RMSNorm(scale, config.epsilon)
+        return ops.all_reduce(y, axis_name=AXIS, residual=x, norm=norm)
+    gate_up = operands(h, (w["gate"], w["up"]))
+    gate, up = jflux.matmul(*gate_up, preferred_element_type=h.dtype)
+    return sum_add_norm(ops, jax.nn.silu(gate) * up, w["down"], x, scale, config.epsilon)
 
 
 def greedy(ops: Any, logits: jax.Array) -> jax.Array:

@@ -42,7 +42,6 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import decode
 import jax
 import jax.numpy as jnp
-import llama_weights
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
@@ -52,16 +51,15 @@ from llama_model import (
     CONFIGS,
     Config,
     Weights,
+    after_attention,
     greedy,
     logits_of,
-    mixture,
     operands,
     own_rows,
     per_rank,
     scales_of,
     specs,
     split_heads,
-    sum_add_norm,
 )
 
 import jflux
@@ -135,15 +133,7 @@ def step(
         kv = jflux.KVCache(*pages, lengths, table)
         o, kv = ops.attend_to_cache(kv, q, k, v, counts)
         new_cache.append((kv.keys, kv.values))
-        o = o.reshape(slots * width, -1)
-        x, h = sum_add_norm(ops, o, w["o"], x, w["mlp_norm"], config.epsilon)
-        if "router" in w:
-            y = mixture(ops, config, w, h, split=False)
-            norm = jflux.RMSNorm(scale, config.epsilon)
-            x, h = ops.all_reduce(y, axis_name=AXIS, residual=x, norm=norm)
-        else:
-            gate, up = jflux.matmul(*operands(h, (w["gate"], w["up"])), **to)
-            x, h = sum_add_norm(ops, jax.nn.silu(gate) * up, w["down"], x, scale, config.epsilon)
+        x, h = after_attention(ops, config, w, o.reshape(slots * width, -1), x, scale)
     last = h.reshape(slots, width, -1)[jnp.arange(slots), jnp.maximum(counts - 1, 0)]
     return sample(ops, logits_of(weights, last), temperature, key, top_k), new_cache
 
@@ -353,23 +343,13 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     try:
-        config = decode.config_of(args)
-        mesh = decode.mesh_of(args, config)
-        tensors = args.weights and llama_weights.open_safetensors(args.weights)
-        if tensors:
-            llama_weights.check_tensors(config, tensors)
+        config, mesh, tensors = decode.model_of(args)
     except (OSError, ModuleNotFoundError, ValueError) as e:
         raise SystemExit(f"serve.py: {e}") from None
-    if tensors:
-        weights = llama_weights.from_tensors(config, mesh, tensors)
-    else:
-        weights = llama_weights.random(config, mesh, jax.random.key(args.seed))
-    count = sum(w.size for w in jax.tree.leaves(weights))
-    print(
-        f"{count / 1e6:.1f} M parameters in {config.layers} layers of {config.width}, "
-        f"{jnp.dtype(config.dtype).name}, {mesh.size} (tp) {jax.default_backend()} devices\n"
-        f"{args.requests} requests; {args.slots} slots, {args.pages} pages of {args.page} positions"
-    )
+    weights = decode.weights_of(args, config, mesh, tensors)
+    print(decode.describe(config, mesh, weights))
+    sizes = f"{args.slots} slots, {args.pages} pages of {args.page} positions"
+    print(f"{args.requests} requests; {sizes}")
     shape = Shape(args.slots, args.chunk, args.page, args.pages, args.prompt + args.answer)
     options: Any = {
         "temperature": args.temperature, "top_k": args.top_k, "end": args.end, "seed": args.seed,

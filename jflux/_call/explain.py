@@ -293,7 +293,7 @@ def note(op: str, operands: Sequence[Any], results: Sequence[Any], plan: Plan, p
     recorder = _config.config.current().recorder
     if recorder is not None:
         call = Explained(op, tuple(map(_describe, operands)), tuple(map(_describe, results)), plan)
-        recorder.add(_key(op, operands, params), call)
+        recorder.add((op, call.operands, params), call)
 
 
 def note_once(op: str, operands: Sequence[Any], results: Sequence[Any], plan: Plan) -> None:
@@ -306,4 +306,4 @@ def note_once(op: str, operands: Sequence[Any], results: Sequence[Any], plan: Pl
     if all(dataclasses.replace(one, lines=(), times=1) != call for one in recorder.calls):
         line = _line_now()
         call = dataclasses.replace(call, lines=(line,) if line else ())
-        recorder.add(_key(op, operands, None), call)
+        recorder.add((op, call.operands, None), call)

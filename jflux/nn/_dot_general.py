@@ -200,8 +200,7 @@ class DotGeneral:
     ) -> Callable[..., jax.Array] | None:
         """The op to call, with `lax.dot_general`'s options; None: no op."""
         of, names = self.of, meshes.as_tuple(self.of.axis_name)
-        manual = meshes.is_bound(names)
-        mesh = jax.sharding.get_abstract_mesh() if manual else self._global_mesh(lhs, rhs)
+        manual, mesh = meshes.is_bound(names), self._mesh_of(lhs, rhs)
         if mesh is None or any(name not in mesh.axis_names for name in names):
             if math.prod(lhs.shape[: product.lead]) == 1:
                 return None  # MaxText makes its model outside of the mesh, by calls of one row
@@ -263,16 +262,17 @@ class DotGeneral:
 
     def _is_split(self, lhs: Any, rhs: Any) -> bool:
         """Whether the names of the kernel's dimensions split it over ranks."""
-        names = meshes.as_tuple(self.of.axis_name)
-        manual = meshes.is_bound(names)
-        mesh = jax.sharding.get_abstract_mesh() if manual else self._global_mesh(lhs, rhs)
+        names, mesh = meshes.as_tuple(self.of.axis_name), self._mesh_of(lhs, rhs)
         if mesh is None or any(name not in mesh.axis_names for name in names):
             return False
         if math.prod(mesh.shape[name] for name in names) == 1 or len(self.mesh_axes) != rhs.ndim:
             return False
         return any(set(names) <= set(axes) for axes in self._kernel(rhs, mesh) or ())
 
-    def _global_mesh(self, *arrays: Any) -> Any:
+    def _mesh_of(self, *arrays: Any) -> Any:
+        """That of the `shard_map` around the call, or of global arrays; None: it is not known."""
+        if meshes.is_bound(meshes.as_tuple(self.of.axis_name)):
+            return jax.sharding.get_abstract_mesh()
         try:
             return global_arrays._mesh_for(self.of.mesh, *arrays)
         except ValueError:
