@@ -4,8 +4,8 @@ python -m bench.experts --ranks 2 --out bench/results/2xh100_experts.json [--lis
 
 The list "dispatch": T tokens of each rank, to their experts' ranks and back. Microseconds:
 
-    D       jflux.moe_dispatch, with partial sums, rows that no token has left undefined
-    D+C     jflux.moe_dispatch and jflux.moe_combine, so
+    D       jflux.moe_dispatch, with partial sums, and rest="undefined" as layers call it
+    D+C     the same, and jflux.moe_combine
     each    the same, with each of a token's k rows coming back by itself
     S       the same pair in plain lax
     gather  jflux.all_gather and jflux.reduce_scatter of all tokens: what a layer does otherwise

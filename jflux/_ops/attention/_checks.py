@@ -60,7 +60,8 @@ def of_one_width(
     op: str, q: jax.Array, k: jax.Array, v: jax.Array, scale: float | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, float]:
     """q, k, v and the scale of scores, where keys [..., D] and values [..., E] may have different
-    widths: with zeros behind those that have less. What a result has behind E are zeros."""
+    widths: the narrower ones are padded with zeros. A result's elements from E on are zeros then.
+    """
     scale = scale_of(op, scale, q.shape[3])
     width = max(k.shape[3], v.shape[3])
     q, k, v = (

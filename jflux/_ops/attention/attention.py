@@ -126,8 +126,8 @@ def attention(
     Args:
       q, k, v: of one floating type. Scores and sums are in float32 (float64 for float64). Values
         may have another width than keys, [B, T/N, G, E], as DeepSeek-V3's 128 for 192 (arXiv
-        2412.19437, section 2.1.1), and o is [B, S/N, H, E] then: what is narrower has zeros behind
-        it while it travels and is multiplied.
+        2412.19437, section 2.1.1), and o is [B, S/N, H, E] then. The narrower ones are padded with
+        zeros.
       axis_name: the axis that the sequence is split over. None: it is whole, or split over
         `heads_axis` alone.
       heads_axis: a mesh axis that heads are split over while attending. Its ranks must divide H,
