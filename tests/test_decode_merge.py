@@ -53,6 +53,34 @@ def test_values(world, shape, check_vma):
         np.testing.assert_allclose(got[..., -1], lse, rtol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("by_owner", [False, True])
+@pytest.mark.parametrize("world", COUNTS[1:])
+def test_outputs_of_another_type(monkeypatch, world, by_owner, dtype):
+    """On all ranks the same bits, whoever merges a row."""
+    monkeypatch.setattr(decode_merge, "MOST_BYTES_TO_ALL", 0 if by_owner else 1 << 20)
+    x = parts(world, 3, 7, 66, seed=world)
+    x[:, 1, 2, -1] = -np.inf  # of no rank
+
+    def merged(x):
+        o, lse = decode_merge.merge_over_ranks(x[0], "tp", dtype)
+        assert o.dtype == dtype and lse.dtype == jnp.float32
+        return o[None], lse[None]
+
+    f = jax.jit(jax.shard_map(merged, mesh=make_mesh((world,)), in_specs=P("tp"),
+                              out_specs=P("tp"), check_vma=False))  # fmt: skip
+    (call,) = jflux.explain(f, x)
+    assert ("owners" in str(call)) == by_owner and call.plan.path == Path.FUSED
+    o, lse = run(f, x)
+    want, want_lse = jflux.merge_attention(x[..., :-1], x[..., -1])
+    unit = max(2e-6, float(jnp.finfo(dtype).eps))
+    for rank in range(world):
+        np.testing.assert_array_equal(o[rank], o[0])
+        np.testing.assert_array_equal(lse[rank], lse[0])
+    np.testing.assert_allclose(np.float32(o[0]), want, rtol=unit, atol=unit)
+    np.testing.assert_allclose(lse[0], want_lse, rtol=2e-6)
+
+
 def test_rows_without_keys_anywhere():
     x = parts(2, 4, 3)
     x[:, 2] = np.nan, np.nan, -np.inf
@@ -108,14 +136,15 @@ def test_plans():
         x = jax.ShapeDtypeStruct((rows, width + 1), jnp.dtype(dtype))
         with jflux.config(always=False, **switches):
             return decode_merge._op.plan(
-                (x,), decode_merge.Params(("tp",), world, False),
+                (x,), decode_merge.Params(("tp",), world, False, x.dtype),
                 Machine(platform, 132, 320.0, 1 << 32),
             )  # fmt: skip
 
-    assert plan(512).path == Path.FUSED
+    assert [plan(rows).config["by_owner"] for rows in (512, 2048)] == [0, 1]
+    assert plan(512).path == plan(2048).path == Path.FUSED
     for other, why in (
         (plan(512, dtype="float64"), "float64"),
-        (plan(2048), "slower than chunks"),
+        (plan(32768), "packets would double"),
         (plan(512, world=1), "one rank"),
         (plan(8, world=9), "world"),
     ):

@@ -12,7 +12,7 @@ from harness import RANKS, make_mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux._ops.attention import _flash_decode_primitive
+from jflux._ops.attention import _flash_decode_primitive, decode_merge
 
 EPS = {jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-10}
 
@@ -194,17 +194,23 @@ def test_the_same_bits_each_time_and_in_a_loop():
         np.testing.assert_allclose(np.asarray(first[i], np.float64), want, rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.parametrize("by_owner", [False, True])
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("world", [n for n in (2, 3, 4) if n <= RANKS])
-def test_over_ranks(world):
-    """Ranks whose part is empty, partly valid and whole."""
+def test_over_ranks(monkeypatch, world, sinks, by_owner):
+    """Ranks whose part is empty, partly valid and whole; a head merged by all ranks or by one."""
+    monkeypatch.setattr(decode_merge, "MOST_BYTES_TO_ALL", 0 if by_owner else 1 << 20)
     here = 160
+    logits = np.linspace(-3, 3, 8, dtype=np.float32) if sinks else None
     q, k, v = draw((3, 8, 128), *[(3, here * world, 2, 128)] * 2, dtype=jnp.bfloat16)
     lengths = np.array([here * world, here + 7, 3], np.int32)
     f = jax.shard_map(
-        functools.partial(jflux.flash_decode, axis_name="tp", return_lse=True),
+        functools.partial(jflux.flash_decode, axis_name="tp", return_lse=True, sinks=logits),
         mesh=make_mesh((world,)), in_specs=(P(), P(None, "tp"), P(None, "tp"), P()), out_specs=P(),
     )  # fmt: skip
     want = plain(q, k, v, lengths)
+    if sinks:
+        want = jflux.merge_attention([want[0]], [want[1]], sinks=logits)
     spoil(lengths, None, k, v)
     check(jax.jit(f)(q, k, v, lengths), want, jnp.bfloat16)
 

@@ -347,10 +347,10 @@ def _rows_by_ranks():
             is None
         )
 
-    def is_merged(ranks, sequences):
+    def merged_by_owner(ranks, sequences):
         parts = _array((64 * sequences, 129), np.float32)
-        params = decode_merge.Params(("cp",), ranks, False)
-        return decode_merge._op.plan([parts], params, GPU).path == Path.FUSED
+        params = decode_merge.Params(("cp",), ranks, False, parts.dtype)
+        return decode_merge._op.plan([parts], params, GPU).config.get("by_owner") != 0
 
     def routed(tokens, experts, k):
         return [_array(s, np.int32) for s in ((experts + 1,), (tokens, k), (tokens * k,))]
@@ -414,7 +414,7 @@ def _rows_by_ranks():
         "`moe.all_gather_grouped_matmul`": text(lambda r: least(is_gathered, r)),
         "Its tiles of own tokens first": text(lambda r: least(has_own_tokens_first, r)),
         "`moe.grouped_matmul_reduce_scatter`": text(lambda r: least(is_scattered, r)),
-        "`flash_decode`": text(lambda r: _first(lambda b: not is_merged(r, b))),
+        "`flash_decode`": text(lambda r: _first(lambda b: merged_by_owner(r, b))),
         "`jflux.attention`": text(
             lambda r: _first(lambda s: s // r > all_gather_attention.MOST_POSITIONS_FOR_GRADIENTS)
         ),

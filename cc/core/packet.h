@@ -163,6 +163,21 @@ struct PacketCall {
       if (!LoadPacket(At(view.rank, index), Flag(), payload)) *missing = peer;
     });
   }
+  // Waits for several.
+  template <int kCount>
+  JFLUX_HD bool AwaitFrom(int peer, const int64_t (&indices)[kCount],
+                          uint64_t (*payloads)[kCount]) const {
+    JFLUX_UNROLL
+    for (uint64_t& payload : *payloads) payload = 0;
+    return Poll([&](int* missing, int64_t* packet) {
+      JFLUX_UNROLL  // independent loads, all in flight
+          for (int i = 0; i < kCount; ++i) {
+        if (LoadPacket(At(view.rank, indices[i]), Flag(), &(*payloads)[i])) continue;
+        *missing = peer;
+        *packet = indices[i];
+      }
+    });
+  }
 
  private:
   JFLUX_HD uint32_t Flag() const { return static_cast<uint32_t>(epoch); }

@@ -206,8 +206,8 @@ def scaled_groups(rng: random.Random, place: Place) -> Case:
 
 
 def merge(rng: random.Random, place: Place) -> Case:
-    """Parts of attention of all ranks, merged on all of them."""
-    rows, width = rng.choice([1, 7, 64]), rng.choice([1, 65, 128])
+    """Parts of attention of all ranks, merged on all of them, by the rows' owners if many."""
+    rows, width = rng.choice([1, 7, 64, 2048]), rng.choice([1, 65, 128])
 
     def body(pair: Any) -> Any:
         return decode_merge.merge_over_ranks(pair, place.axis_name)[0]

@@ -6,6 +6,7 @@
 #include <random>
 #include <vector>
 
+#include "core/numbers.h"
 #include "ops/decode_merge/decode_merge.h"
 #include "ranks.h"
 
@@ -29,7 +30,8 @@ class DecodeMergeCall : public AnyCall {
         x[row * (p.width + 1)] = NAN;  // does not count
       }
       x_.push_back(std::move(x));
-      y_.emplace_back(p.rows * (p.width + 1), NAN);
+      y_.emplace_back(p.rows * p.width * SizeOf(p.dtype), char{-1});
+      l_.emplace_back(p.rows, NAN);
     }
   }
 
@@ -43,25 +45,38 @@ class DecodeMergeCall : public AnyCall {
     for (int64_t row = 0; row < p_.rows; ++row) {
       for (int64_t column = 0; column <= p_.width; ++column) {
         const double want = Wanted(row, column);
+        const double unit = column == p_.width || p_.dtype == DType::kF32 ? 2e-6
+                            : p_.dtype == DType::kF16                     ? 1.0 / (1 << 10)
+                                                                          : 1.0 / (1 << 7);
         for (int rank = 0; rank < p_.world; ++rank) {
-          const double got = y_[rank][row * (p_.width + 1) + column];
-          wrong += !(got == want || std::abs(got - want) <= 2e-6 * (1 + std::abs(want)));
-          wrong += y_[rank] != y_[0] && rank > 0;  // the same bits on all ranks
+          const double got = column == p_.width ? l_[rank][row] : Y(rank, row * p_.width + column);
+          wrong += !(got == want || std::abs(got - want) <= unit * (1 + std::abs(want)));
         }
       }
+    }
+    for (int rank = 1; rank < p_.world; ++rank) {  // the same bits on all ranks
+      wrong += y_[rank] != y_[0] || l_[rank] != l_[0];
     }
     return wrong;
   }
 
  protected:
-  DecodeMergeArrays ArraysOf(int rank) { return {x_[rank].data(), y_[rank].data()}; }
+  DecodeMergeArrays ArraysOf(int rank) {
+    return {x_[rank].data(), y_[rank].data(), l_[rank].data()};
+  }
 
   const DecodeMergeParams p_;
 
  private:
+  double Y(int rank, int64_t i) const {
+    const char* at = y_[rank].data() + i * SizeOf(p_.dtype);
+    if (p_.dtype == DType::kBF16) return *reinterpret_cast<const BF16*>(at);
+    if (p_.dtype == DType::kF16) return *reinterpret_cast<const F16*>(at);
+    return *reinterpret_cast<const float*>(at);
+  }
   double Wanted(int64_t row, int64_t column) const {
-    const int64_t at = row * (p_.width + 1);
     double highest = -INFINITY, total = 0, sum = 0;
+    const int64_t at = row * (p_.width + 1);
     for (const auto& x : x_) highest = std::fmax(highest, x[at + p_.width]);
     for (const auto& x : x_) {
       if (x[at + p_.width] == -INFINITY) continue;
@@ -73,7 +88,8 @@ class DecodeMergeCall : public AnyCall {
     return total > 0 ? sum / total : 0;
   }
 
-  std::vector<std::vector<float>> x_, y_;
+  std::vector<std::vector<float>> x_, l_;
+  std::vector<std::vector<char>> y_;
 };
 
 }  // namespace jflux

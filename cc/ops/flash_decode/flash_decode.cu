@@ -44,8 +44,9 @@ struct FlashDecodeArgs {
   FlashDecodeArrays arrays;
   DeviceState* state;
   int32_t batch, tokens, heads, groups, positions, capacity, page_size, pages, entries, splits;
-  int32_t team;    // warps that share tiles
-  int32_t blocks;  // of a team's queries, of a head of the cache
+  int32_t team;         // warps that share tiles
+  int32_t blocks;       // of a team's queries, of a head of the cache
+  int32_t merge_warps;  // that share a query's parts
   float scale, softcap;
   bool has_rows;  // each row of the cache has a scale, else each of its heads
 };
@@ -698,20 +699,31 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   Store<Cache>(args, item, run);
 }
 
-// One CTA merges the parts of one query: [splits][B T H][D + 1] -> [B T H][D + 1].
-constexpr int kMergeWarps = 4;
+// Merges the parts of queries: [splits][B T H][D + 1] -> [B T H][D + 1]. Warps share a query's
+// parts, and a CTA has several queries if these are few.
+constexpr int kMergeWarps = 8;
+int MergeWarpsOf(int splits) {
+  int warps = 1;
+  while (warps < kMergeWarps && splits > 4 * warps) warps *= 2;
+  return warps;
+}
 template <int D>
 __global__ void __launch_bounds__(32 * kMergeWarps)
     MergePartsKernel(const __grid_constant__ FlashDecodeArgs args) {
   JFLUX_SHARED(float[kMergeWarps][D + 1], sums);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  constexpr int kInFlight = 4;  // parts that a warp loads together
+  const int warps = args.merge_warps;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = warp % warps;
   const int64_t queries = static_cast<int64_t>(args.batch) * args.tokens * args.heads;
+  const int64_t query = static_cast<int64_t>(blockIdx.x) * (kMergeWarps / warps) + warp / warps;
+  const bool is_there = query < queries;
   const auto part = [&](int split) {
-    return args.arrays.parts + (split * queries + blockIdx.x) * (D + 1);
+    return args.arrays.parts + (split * queries + query) * (D + 1);
   };
+  const int splits = is_there ? args.splits : 0;
   float highest = -INFINITY;
   bool has_nan = false;
-  for (int split = lane; split < args.splits; split += 32) {
+  for (int split = lane; split < splits; split += 32) {
     const float lse = part(split)[D];
     has_nan |= isnan(lse);
     highest = fmaxf(highest, lse);
@@ -722,31 +734,42 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
   }
   if (__any_sync(0xffffffff, has_nan)) highest = NAN;
   float sum[D / 32]{}, total = 0;
-  for (int split = warp; split < args.splits; split += kMergeWarps) {
-    const float* from = part(split);
-    const float lse = from[D];
-    if (lse == -INFINITY) continue;
-    const float weight = __expf(lse - highest);
-    total += weight;
+  for (int first = own; first < splits; first += kInFlight * warps) {
+    float values[kInFlight][D / 32], weights[kInFlight];
 #pragma unroll
-    for (int i = 0; i < D / 32; ++i) sum[i] += weight * from[lane + 32 * i];
+    for (int b = 0; b < kInFlight; ++b) {
+      const int split = first + b * warps;
+      const float* from = part(split < splits ? split : first);
+      const float lse = split < splits ? from[D] : -INFINITY;
+      weights[b] = lse == -INFINITY ? 0.0f : __expf(lse - highest);
+#pragma unroll
+      for (int i = 0; i < D / 32; ++i) {
+        values[b][i] = lse == -INFINITY ? 0.0f : from[lane + 32 * i];
+      }
+    }
+#pragma unroll
+    for (int b = 0; b < kInFlight; ++b) {
+      total += weights[b];
+#pragma unroll
+      for (int i = 0; i < D / 32; ++i) sum[i] += weights[b] * values[b][i];
+    }
   }
 #pragma unroll
   for (int i = 0; i < D / 32; ++i) sums[warp][lane + 32 * i] = sum[i];
   if (lane == 0) sums[warp][D] = total;
   __syncthreads();
-  float* out = args.arrays.out + static_cast<int64_t>(blockIdx.x) * (D + 1);
+  if (own != 0 || !is_there) return;
+  float* out = args.arrays.out + query * (D + 1);
   total = 0;
-#pragma unroll
-  for (int w = 0; w < kMergeWarps; ++w) total += sums[w][D];
+  for (int w = warp; w < warp + warps; ++w) total += sums[w][D];
   const bool any = total != 0;  // NaN counts
-  for (int column = threadIdx.x; column < D; column += 32 * kMergeWarps) {
-    float value = 0;
 #pragma unroll
-    for (int w = 0; w < kMergeWarps; ++w) value += sums[w][column];
-    out[column] = any ? value / total : 0.0f;
+  for (int i = 0; i < D / 32; ++i) {
+    float value = 0;
+    for (int w = warp; w < warp + warps; ++w) value += sums[w][lane + 32 * i];
+    out[lane + 32 * i] = any ? value / total : 0.0f;
   }
-  if (threadIdx.x == 0) out[D] = any ? highest + logf(total) : -INFINITY;
+  if (lane == 0) out[D] = any ? highest + logf(total) : -INFINITY;
 }
 
 // Teams of a CTA.
@@ -802,6 +825,15 @@ bool LoadFor(std::string* error) {
 }
 
 template <int D>
+bool MergeParts(FlashDecodeArgs& args, cudaStream_t stream, std::string* error) {
+  args.merge_warps = MergeWarpsOf(args.splits);
+  const int64_t queries = static_cast<int64_t>(args.batch) * args.tokens * args.heads;
+  const int64_t ctas = CeilDiv<int64_t>(queries, kMergeWarps / args.merge_warps);
+  return LaunchKernel(reinterpret_cast<const void*>(&MergePartsKernel<D>), &args,
+                      static_cast<int>(ctas), 1, 32 * kMergeWarps, 0, stream, error);
+}
+
+template <int D>
 bool LaunchFor(const FlashDecodeParams& p, FlashDecodeArgs& args, cudaStream_t stream,
                std::string* error) {
   const auto queries = static_cast<int>(p.heads / p.groups * p.tokens);
@@ -817,9 +849,7 @@ bool LaunchFor(const FlashDecodeParams& p, FlashDecodeArgs& args, cudaStream_t s
   const Kernel one = KernelOf<D>(p.dtype, p.scales != CacheScales::kNone, n);
   return LaunchKernel(one.kernel, &args, static_cast<int>(CeilDiv<int64_t>(items, teams)), 1,
                       32 * teams * args.team, one.Bytes(args.team), stream, error) &&
-         (args.splits == 1 || LaunchKernel(reinterpret_cast<const void*>(&MergePartsKernel<D>),
-                                           &args, args.batch * args.tokens * args.heads, 1,
-                                           32 * kMergeWarps, 0, stream, error));
+         (args.splits == 1 || MergeParts<D>(args, stream, error));
 }
 
 }  // namespace

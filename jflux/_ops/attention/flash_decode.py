@@ -94,7 +94,8 @@ def flash_decode(
     A rank attends to its part of the cache, with scores and sums in float32 (float64 for float64).
     Each rank then has an output and a log-sum-exp for each head, [B, H, D + 1] in that type, and
     these are merged as by :func:`jflux.merge_attention`. One kernel does so in packets, for up to
-    1 MiB of float32 numbers from all ranks; otherwise a :func:`jflux.all_gather` comes first. A
+    8 MiB of float32 numbers of a rank: all ranks merge up to 1 MiB from all of them, and beyond it
+    each its share of the heads. Otherwise a :func:`jflux.all_gather` comes first. A
     rank that has no position of a sequence adds nothing to it.
 
     On GPUs a kernel reads a rank's part once, of whole caches and of pages, in float16 and
@@ -221,7 +222,10 @@ def _flash_decode(
     bounds = _flash_decode_primitive.bounds_of(lengths - tokens, lengths, span, rank * here, tokens)
     pair = attend(queries, k, v, bounds, block_table, capacity=most, scale=scale, softcap=softcap)
     pair = pair.reshape(*q.shape[:-1], q.shape[-1] + 1)
-    out, lse = (pair[..., :-1], pair[..., -1]) if axis_name is None else merge(pair, axis_name)
+    if axis_name is None:
+        out, lse = pair[..., :-1], pair[..., -1]
+    else:
+        out, lse = merge(pair, axis_name, q.dtype if sinks is None else None)
     out, lse = _sinks.added(out, lse, sinks)  # once, not once on each rank
     out = out.astype(q.dtype)
     return (out, lse) if return_lse else out

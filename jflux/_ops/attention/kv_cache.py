@@ -367,7 +367,10 @@ def _attend(
         pair = jnp.concatenate([o, lse[..., None]], -1)
         fits = jnp.all(positions < capacity, 1)[:, None, None, None]
         pair = jnp.where(fits, pair, jnp.nan)
-    o, lse = (pair[..., :-1], pair[..., -1]) if axis_name is None else ops.merge(pair, axis_name)
+    if axis_name is None:
+        o, lse = pair[..., :-1], pair[..., -1]
+    else:
+        o, lse = ops.merge(pair, axis_name, q.dtype if sinks is None else None)
     o, _ = _sinks.added(o, lse, sinks)  # once, not once on each rank
     return o.astype(q.dtype), kv_cache._replace(keys=keys, values=values, lengths=grown)
 

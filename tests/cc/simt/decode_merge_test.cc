@@ -32,28 +32,36 @@ TEST(MergesRows) {
   uint32_t seed = 1;
   for (int world : simt::kWorlds) {
     for (int64_t width : {5, 64}) {
-      const DecodeMergeParams p{world, 41, width};
-      for (int schedule = 0; schedule < simt::Schedules(1); ++schedule, ++seed) {
-        EXPECT_EQ(Run(p, {0, seed % 2 == 0 ? 50u : 0u}, seed), 0)
-            << "world " << world << " width " << width << " seed " << seed;
+      for (const bool by_owner : {false, true}) {
+        const DType dtype = width == 5 ? DType::kF16 : DType::kF32;
+        const DecodeMergeParams p{world, 41, width, by_owner, dtype};
+        for (int schedule = 0; schedule < simt::Schedules(1); ++schedule, ++seed) {
+          EXPECT_EQ(Run(p, {0, seed % 2 == 0 ? 50u : 0u}, seed), 0)
+              << "world " << world << " width " << width << " seed " << seed;
+        }
       }
     }
   }
 }
 
-// More pairs than threads, of rows that do not divide them, and of one row.
+// More quads than threads, of rows that do not divide them, and of one row.
 TEST(RowsGoRoundWithOneAndTwoCtasAtATime) {
   simt::SetSmCount(2);
-  for (const DecodeMergeParams p : {DecodeMergeParams{2, 41, 100}, DecodeMergeParams{3, 2, 2100}}) {
-    for (uint32_t seed : {1u, 3u}) {
-      EXPECT_EQ(Run(p, {0, 0}, seed), 0) << "width " << p.width << " seed " << seed;
+  for (const bool by_owner : {false, true}) {
+    for (const DecodeMergeParams p : {DecodeMergeParams{2, 41, 200, by_owner, DType::kBF16},
+                                      DecodeMergeParams{3, 2, 4200, by_owner}}) {
+      for (uint32_t seed : {1u, 3u}) {
+        EXPECT_EQ(Run(p, {0, 0}, seed), 0) << "width " << p.width << " seed " << seed;
+      }
     }
   }
 }
 
 TEST(MissingWaitsAreFound) {
   simt::SetSmCount(2);
-  EXPECT(Run({2, 41, 64}, {/*skip_waits=*/1, 50}, 1) > 0);
+  for (const bool by_owner : {false, true}) {
+    EXPECT(Run({2, 41, 64, by_owner}, {/*skip_waits=*/1, 50}, 1) > 0);
+  }
 }
 
 }  // namespace

@@ -198,6 +198,8 @@ TEST(EqualsAttention) {
       {2, 20, 1, 128, 150, 0, 3, 20},
       {3, 2, 2, 256, 96, 16, 2, 0},
       {2, 4, 2, 64, 100, 0, 1, 1e6},
+      {1, 3, 1, 64, 300, 0, 7, 0},  // parts that two warps merge, and eight
+      {1, 3, 1, 64, 700, 0, 37, 0},
   };
   uint32_t seed = 1;
   for (const Case& c : cases) {
