@@ -11,10 +11,11 @@ def draw(*shapes, seed=0, dtype=np.float64):
 
 
 def plain(q, k, v, lengths, window=None, softcap=None, scale=None, sinks=None):
-    """(attention, log-sum-exp) of q [b, h, d] to the first positions of k, v [b, s, g, d], whose
-    last one is q's own. With sinks [h] the softmax has one more column, which is dropped."""
+    """(attention, log-sum-exp) of q [b, h, d] to the first positions of k [b, s, g, d] and v [b, s,
+    g, e], whose last one is q's own. With sinks [h] the softmax has one more column, which is
+    dropped."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
-    out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
+    out, lse = np.zeros((*q.shape[:2], v.shape[3])), np.full(q.shape[:2], -np.inf)
     scale = q.shape[2] ** -0.5 if scale is None else scale
     for b, h in itertools.product(*map(range, q.shape[:2])):
         group = h // (q.shape[1] // k.shape[2])

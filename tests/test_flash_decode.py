@@ -61,19 +61,21 @@ def check(got, want, dtype=np.float64):
 
 @st.composite
 def decodes(draw):
-    """(ranks, sizes, lengths, options) of a call."""
+    """(ranks, sizes, lengths, options) of a call. With `value_width` values are those of keys."""
     world = draw(st.sampled_from(COUNTS))
     batch, here = draw(st.integers(1, 4)), draw(st.integers(1, 7))
     groups, queries = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    d = draw(st.sampled_from([1, 3, 4, 8]))
+    d, of_values = draw(st.sampled_from([1, 3, 4, 8])), draw(st.sampled_from([None, 2, 4]))
+    latent = draw(st.booleans())
     lengths = draw(st.lists(st.integers(0, here * world), min_size=batch, max_size=batch))
     options = {
         "window": draw(st.one_of(st.none(), st.integers(0, here * world + 2))),
         "softcap": draw(st.sampled_from([None, 0.5, 30.0])),
         "scale": draw(st.sampled_from([None, 0.3, -2.0])),
+        "value_width": min(d, of_values or d) if latent else None,
     }
-    tokens = draw(st.integers(1, 4))
-    shapes = (batch, tokens, groups * queries, d), *[(batch, here * world, groups, d)] * 2
+    tokens, lead = draw(st.integers(1, 4)), (batch, here * world, groups)
+    shapes = (batch, tokens, groups * queries, d), (*lead, d), (*lead, of_values or d)
     return world, shapes, np.array(lengths, np.int32), options
 
 
@@ -81,12 +83,14 @@ def decodes(draw):
 @examples(25)
 def test_it_is_attention(case, dtype):
     world, shapes, lengths, options = case
-    operands = draw(*shapes, dtype=jnp.dtype(dtype))
+    q, k, v = draw(*shapes, dtype=jnp.dtype(dtype))
     call = jax.jit(over_ranks(world, **options))
-    check(call(*operands, lengths), plain_tokens(*operands, lengths, **options), jnp.dtype(dtype))
-    q, *cache = operands
+    cache = k, v
+    if (width := options.pop("value_width")) is not None:
+        cache, v = (k, None), k[..., :width]
+    check(call(q, *cache, lengths), plain_tokens(q, k, v, lengths, **options), jnp.dtype(dtype))
     last = call(q[:, -1], *cache, lengths)  # of [B, H, D]
-    check(last, plain(q[:, -1], *cache, lengths, **options), jnp.dtype(dtype))
+    check(last, plain(q[:, -1], k, v, lengths, **options), jnp.dtype(dtype))
 
 
 @EITHER
@@ -219,6 +223,30 @@ def test_sinks(world, dtype, module):
     options = {"window": 4, "softcap": 2.0, "sinks": np.array([0.5, -np.inf, 3, -2], np.float32)}
     got = jax.jit(over_ranks(world, module=module, **options))(*operands, lengths)
     check(got, plain(*operands, lengths, **options), jnp.dtype(dtype))
+
+
+@EITHER
+@pytest.mark.parametrize("world", COUNTS)
+def test_values_that_are_elements_of_keys(world, module):
+    """In pages, under vmap, and their gradients: as a cache of their own."""
+    s = 4 * world
+    q, k, cotangent = draw((2, 3, 4, 6), (2, s, 1, 6), (2, 3, 4, 4))
+    lengths = np.array([s, s // 2 + 1], np.int32)
+    latent = over_ranks(world, module=module, value_width=4, window=5)
+    apart = over_ranks(world, module=module, window=5)
+
+    def loss(f):
+        return lambda q, k: jnp.sum(f(q, k) * cotangent)
+
+    got = jax.jit(jax.grad(loss(lambda q, k: latent(q, k, None, lengths)[0]), (0, 1)))(q, k)
+    want = jax.jit(jax.grad(loss(lambda q, k: apart(q, k, k[..., :4], lengths)[0]), (0, 1)))(q, k)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+    want = plain_tokens(q, k, k[..., :4], lengths, 5)
+    pages, table = paged(k, world, 2)
+    check(jax.jit(latent)(q, pages, None, lengths, table), want)
+    both = jax.jit(jax.vmap(lambda q, k: latent(q, k, None, lengths)))
+    check([a[1] for a in both(np.stack([q, q]), np.stack([k + 1, k]))], want)
 
 
 # ---- Pages ---------------------------------------------------------------------------------------
@@ -508,7 +536,10 @@ Q, K, N = (2, 4, 8), (2, 6, 2, 8), (2,)
     [
         ([Q[1:], K, K, N], {}, r"q must be \[B, H, D\] or .*, got \(4, 8\)"),
         ([Q, K[1:], K, N], {}, r"k_cache must be \[B, S/N, G, D\], got \(6, 2, 8\)"),
-        ([Q, K, (2, 5, 2, 8), N], {}, "k_cache and v_cache must have one shape"),
+        ([Q, K, (2, 5, 2, 8), N], {}, "keys and values must have one shape"),
+        ([Q, K, K, N], {"value_width": 4}, "value_width is for a cache without values"),
+        ([Q, K, None, N], {}, "without values value_width must be from 1 to .* 8, got None"),
+        ([Q, K, None, N], {"value_width": 9}, "without values value_width must be from 1 to"),
         ([Q, (2, 6, 3, 8), (2, 6, 3, 8), N], {}, "4 heads of queries must be a multiple of 3"),
         ([Q, (2, 6, 0, 8), (2, 6, 0, 8), N], {}, "4 heads of queries must be a multiple of 0"),
         (
@@ -528,7 +559,10 @@ Q, K, N = (2, 4, 8), (2, 6, 2, 8), (2,)
     ],
 )
 def test_shapes_that_do_not_fit(shapes, options, message):
-    operands = [np.zeros(s, np.int32 if i == 3 else np.float32) for i, s in enumerate(shapes)]
+    operands = [
+        None if s is None else np.zeros(s, np.int32 if i == 3 else np.float32)
+        for i, s in enumerate(shapes)
+    ]
     with pytest.raises(ValueError, match=f"jflux.flash_decode: {message}"):
         jax.eval_shape(functools.partial(jflux.flash_decode, **options), *operands)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from caches import draw, paged, plain, plain_tokens
-from harness import RANKS, make_mesh
+from harness import PLATFORM, RANKS, make_mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
@@ -32,7 +32,8 @@ def run(q, k, v, lengths, *table, **options):
     program = jax.jit(lambda *a: f(*a[:4], block_table=a[4] if len(a) == 5 else None))
     text = program.lower(q, k, v, lengths, *table).compile().as_text()
     found = re.findall(r'custom_call_target="jflux_(\w+)"', text)
-    assert found == ["flash_decode"], found  # on CPUs the check of the lengths
+    kernel = "latent_decode" if v is None and PLATFORM == "gpu" else "flash_decode"
+    assert found == [kernel], found  # on CPUs the check of the lengths
     return program(q, k, v, lengths, *table)
 
 
@@ -107,6 +108,24 @@ def test_tokens(tokens, window):
     check(run(q, k, v, lengths, window=window), want, jnp.bfloat16)
     (k_pages, table), (v_pages, _) = (paged(a, 1, 20) for a in (k, v))
     check(run(q, k_pages, v_pages, lengths, table, window=window), want, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "groups", "positions", "window"),
+    [(1, 70, 1, 900, None), (2, 16, 1, 700, 90), (5, 6, 2, 140, None), (16, 9, 1, 320, 37)],
+)
+def test_latent(tokens, heads, groups, positions, window, dtype):
+    """Values that are the first 512 of 576 elements of keys, whole and in pages."""
+    lengths = np.array([positions, positions // 3, 3, 0, 64], np.int32)
+    q, k = draw((5, tokens, heads, 576), (5, positions, groups, 576), dtype=dtype, seed=tokens)
+    options = {"window": window, "softcap": 20.0 if tokens == 5 else None, "scale": 192**-0.5}
+    want = plain_tokens(q, k, k[..., :512], lengths, **options)
+    spoil(lengths, None, k)
+    with jflux.config(unchecked_kernels=True):
+        check(run(q, k, None, lengths, value_width=512, **options), want, dtype)
+        pages, table = paged(k, 1, 20)
+        check(run(q, pages, None, lengths, table, value_width=512, **options), want, dtype)
 
 
 def test_a_window_of_more_than_there_is():

@@ -85,6 +85,45 @@ def test_sinks_of_one_token_at_a_time(world, module):
 
 
 @EITHER
+@pytest.mark.parametrize("world", [n for n in (3, 1) if n <= RANKS])
+@pytest.mark.parametrize(("prompt", "new"), [(6, 2), (6, 60)])
+def test_a_cache_without_values(prompt, new, world, module):
+    """They are the first elements of keys; and values of another width than keys. Few new tokens,
+    and as many as are multiplied in another way."""
+    q, k, _ = tokens(prompt + new)
+    lengths, size = np.array([prompt, 3, 1]), world * (prompt + new)
+
+    def run(cache, v_width, q, k):
+        v = None if v_width is None else k[..., :v_width]
+        width = {"value_width": 3} if v is None else {}
+        at = slice(0, prompt), slice(prompt, None)
+        kv = [(k[:, i], None if v is None else v[:, i]) for i in at]
+        cache = module.fill_cache(cache, *kv[0], lengths, axis_name=None)
+        o, cache = module.attend_to_cache(cache, q[:, prompt:], *kv[1], window=7, **width)
+        return o, cache
+
+    def split(cache, q, k):
+        return module.attend_to_cache(cache, q, k, None, axis_name="tp", window=7, value_width=3)
+
+    latent = empty(size)._replace(values=None)
+    o, of_latent = jax.jit(functools.partial(run, latent, None))(q, k)
+    apart = latent._replace(values=latent.keys[..., :3])
+    want, of_apart = jax.jit(functools.partial(run, apart, 3))(q, k)
+    np.testing.assert_allclose(o, want, rtol=1e-12, atol=1e-12)
+    assert of_latent.values is None and of_apart.values.shape == (B, size, G, 3)
+    for i in (0, new - 1):
+        keys = np.asarray(of_latent.keys)
+        one, _ = plain(q[:, prompt + i], keys, keys[..., :3], lengths + i + 1, 7)
+        np.testing.assert_allclose(o[:, i], one, rtol=1e-12, atol=1e-12)
+    specs = KVCache(P(None, "tp"), None, P())
+    filled = module.fill_cache(latent, k[:, :prompt], None, lengths)
+    o, _ = over_ranks(split, world, (specs, P(), P()), (P(), specs))(
+        filled, q[:, prompt:], k[:, prompt:]
+    )
+    np.testing.assert_allclose(o, want, rtol=1e-12, atol=1e-12)
+
+
+@EITHER
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("world", COUNTS)
 def test_a_prompt_then_one_token_at_a_time(world, layout, module):

@@ -58,12 +58,14 @@ __device__ __forceinline__ void Pin(int32_t (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
-// The accumulator registers of 64 x 64, 128, 160, 192, 224 and 256: in the instruction, and as
+// The accumulator registers of 64 x 32, 64, 128, 160, 192, 224 and 256: in the instruction, and as
 // operands. R: the constraint of one, "+f" or "+r".
 // clang-format off
+#define JFLUX_D16 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define JFLUX_D32 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+  JFLUX_D16 ", " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define JFLUX_D64 \
   JFLUX_D32 ", " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
@@ -80,11 +82,12 @@ __device__ __forceinline__ void Pin(int32_t (&d)[kCount]) {
 #define JFLUX_D128 \
   JFLUX_D112 ", " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define JFLUX_D32_OPERANDS(R) \
+#define JFLUX_D16_OPERANDS(R) \
   R(d[0]), R(d[1]), R(d[2]), R(d[3]), R(d[4]), R(d[5]), R(d[6]), R(d[7]), R(d[8]), R(d[9]), \
-  R(d[10]), R(d[11]), R(d[12]), R(d[13]), R(d[14]), R(d[15]), R(d[16]), R(d[17]), R(d[18]), \
-  R(d[19]), R(d[20]), R(d[21]), R(d[22]), R(d[23]), R(d[24]), R(d[25]), R(d[26]), R(d[27]), \
-  R(d[28]), R(d[29]), R(d[30]), R(d[31])
+  R(d[10]), R(d[11]), R(d[12]), R(d[13]), R(d[14]), R(d[15])
+#define JFLUX_D32_OPERANDS(R) \
+  JFLUX_D16_OPERANDS(R), R(d[16]), R(d[17]), R(d[18]), R(d[19]), R(d[20]), R(d[21]), R(d[22]), \
+  R(d[23]), R(d[24]), R(d[25]), R(d[26]), R(d[27]), R(d[28]), R(d[29]), R(d[30]), R(d[31])
 #define JFLUX_D64_OPERANDS(R) \
   JFLUX_D32_OPERANDS(R), R(d[32]), R(d[33]), R(d[34]), R(d[35]), R(d[36]), R(d[37]), R(d[38]), \
   R(d[39]), R(d[40]), R(d[41]), R(d[42]), R(d[43]), R(d[44]), R(d[45]), R(d[46]), R(d[47]), \
@@ -136,6 +139,7 @@ __device__ __forceinline__ void Pin(int32_t (&d)[kCount]) {
 
 // All N of a type, by their accumulator registers.
 #define JFLUX_MULTIPLY_TYPE(T, TYPE, K)                                                            \
+  JFLUX_MULTIPLY(T, TYPE, K, 32, JFLUX_D16, JFLUX_D16_OPERANDS, "%16", "%17", "%18", "%19", "%20") \
   JFLUX_MULTIPLY(T, TYPE, K, 64, JFLUX_D32, JFLUX_D32_OPERANDS, "%32", "%33", "%34", "%35", "%36") \
   JFLUX_MULTIPLY(T, TYPE, K, 128, JFLUX_D64, JFLUX_D64_OPERANDS, "%64", "%65", "%66", "%67",       \
                  "%68")                                                                            \
@@ -187,6 +191,8 @@ JFLUX_MULTIPLY_TYPE_8(int8_t, int32_t, "+r", "s32.s8.s8", "")
 #undef JFLUX_MULTIPLY_8
 #undef JFLUX_MULTIPLY_REGISTERS
 #undef JFLUX_MULTIPLY
+#undef JFLUX_D16
+#undef JFLUX_D16_OPERANDS
 #undef JFLUX_D32
 #undef JFLUX_D32_OPERANDS
 #undef JFLUX_D64

@@ -32,6 +32,7 @@
   FOLDER(AllGatherAttention, kHopper, OP(AllGatherAttention))                                   \
   FOLDER(FlashAttention, kHopper, OP(FlashAttention) OP(FlashAttentionBackward))                \
   FOLDER(FlashDecode, kPortable, OP(FlashDecode))                                               \
+  FOLDER(LatentDecode, kHopper, OP(LatentDecode))                                               \
   FOLDER(GroupedMatmul, kHopper, OP(GroupedMatmul) OP(GroupedMatmulDw))                         \
   FOLDER(GroupedMatmulScaled, kHopper, OP(GroupedMatmulScaled) OP(GroupedMatmulDwScaled))       \
   FOLDER(ActivationGradient, kPortable, OP(ActivationGradient))                                 \

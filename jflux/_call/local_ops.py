@@ -19,7 +19,8 @@ from .plans import Arrays, Machine, Path, Plan
 WhyNotRule = Callable[[Arrays, Any, str], str | None]
 
 
-def _takes_all(arrays: Arrays, params: Any, platform: str) -> None:
+def takes_all(arrays: Arrays, params: Any, platform: str) -> None:
+    """The rule of a kernel that takes every call."""
     return None
 
 
@@ -32,7 +33,7 @@ def kernel(
     *,
     why_not: WhyNotRule,
     attributes: AttributesRule,
-    why_not_portable: WhyNotRule = _takes_all,
+    why_not_portable: WhyNotRule = takes_all,
     checked_on_gpus: bool,
     on_cpus: bool = True,
     is_optional: bool = False,

@@ -6,6 +6,8 @@
 //   k, v        [B, S, G, D], or in pages [pages, page size, G, D]; head h of q attends to head
 //               h / (H / G). Of q's type, or of e4m3 with scales
 //   scales      f32, of k and of v: one for each row of D elements, or [G]
+//   slopes      f32 [H], or none: token i's score of position t has slopes[h] (t - (own + i - 1))
+//               added to it, after the softcap (ALiBi, arXiv 2108.12409)
 //   bounds      i32 [B, 4], first, end, origin and own, in positions of the whole sequence: token i
 //               attends to those from first + i (or 0) to before own + i, and to none if there are
 //               fewer than own + i. The rank's part begins at `origin`, a multiple of S. `end` is
@@ -66,6 +68,7 @@ struct FlashDecodeArrays {
   const int32_t* block_table;  // null if the cache is whole
   float *out, *parts;          // parts: null for one split
   const float *k_scale = nullptr, *v_scale = nullptr;
+  const float* slopes = nullptr;  // null: none
 };
 
 // Enqueues the call on `stream`, on the current device: false and *error if it cannot. `state` is

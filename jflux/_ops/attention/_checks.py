@@ -71,6 +71,25 @@ def of_one_width(
     return q, k, v, scale
 
 
+def check_values(op: str, k: Any, v: Any, value_width: int | None) -> None:
+    """Raises unless v [..., E] goes with k [..., D], or is None and `value_width` is E."""
+    if v is not None and value_width is not None:
+        raise ValueError(f"{op}: value_width is for a cache without values; pass None for them")
+    if v is None:
+        width = k.shape[-1]
+        is_width = isinstance(value_width, int) and 0 < value_width <= width
+        if not is_width:
+            raise ValueError(
+                f"{op}: without values value_width must be from 1 to the keys' {width}, got "
+                f"{value_width}"
+            )
+    elif k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"{op}: keys and values must have one shape but for the last dimension, got {k.shape}, "
+            f"{v.shape}"
+        )
+
+
 def is_cross(q: Any, k: Any) -> bool:
     """Whether queries and keys are of two sequences, which have no positions in common."""
     return bool(q.shape[1] != k.shape[1])

@@ -1,5 +1,6 @@
-"""A rank's part of flash decoding: a primitive, which is a GPU kernel (cc/ops/flash_decode) where
-one takes the call, and plain `lax` elsewhere."""
+"""A rank's part of flash decoding: primitives, which are GPU kernels (cc/ops/flash_decode, and
+cc/ops/latent_decode where values are the first elements of keys) where these take the call, and
+plain `lax` elsewhere."""
 
 from __future__ import annotations
 
@@ -27,9 +28,10 @@ from ..products import _product
 from . import update_cache
 from ._blockwise import default_precision, pairs_flops
 
-OP = "flash_decode"
+OP, LATENT = "flash_decode", "latent_decode"
 WIDTHS = (64, 128, 256)  # elements of a head that the kernel takes
 WIDTHS_PORTABLE = (64, 128)  # in 99 KiB of shared memory
+LATENT_WIDTHS = (576, 512)  # of keys and values: those of DeepSeek-V2 and later
 
 #: XLA's form cuts the product with the values into splits of at least FEWEST_POSITIONS positions,
 #: at most MOST_SPLITS of all sequences together.
@@ -43,15 +45,18 @@ _SHARED_BYTES = 228 << 10
 _FEWEST_OF_A_TEAM = 64
 _MOST_WARPS = 8  # of a team
 _MOST_ROUNDS = 4  # of more, merging would cost more than a full last round saves
+_QUERIES_OF_A_CTA = 64  # of latent_decode, of which a multiprocessor runs one
 #: Of more tokens, attention of one device is the faster way.
 MOST_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """A call, less its operands q, k, v, bounds[, scales of k, of v][, block_table].
+    """A call, less its operands q, k[, v], bounds[, scales of k, of v][, block_table].
 
     Attributes:
+      value_width: how many first elements of a key are its value, and then there is no v and no
+        scale of v; 0: there is.
       scaled: k and v are of 8 bits, and have scales [..., 1]: of each row, or [1, 1, G, 1].
       paged: there is a block_table.
       capacity: positions of all ranks' parts.
@@ -68,6 +73,7 @@ class Params:
     scaled: bool = False
     paged: bool = False
     precision: str | None = None
+    value_width: int = 0
 
 
 #: A cache of keys, or of values.
@@ -77,29 +83,34 @@ Cache = jax.Array | Scaled
 def attend(
     q: jax.Array,
     k: Cache,
-    v: Cache,
+    v: Cache | None,
     bounds: jax.Array,
     block_table: jax.Array | None,
     *,
     capacity: int,
     scale: float,
     softcap: float | None,
+    value_width: int = 0,
 ) -> jax.Array:
-    """Attention of q [B, T, H, D] to the positions `bounds` (:func:`bounds_of`) of k and v [B, S,
-    G, D], or of the pages [pages, page size, G, D] that `block_table` [B, P] names (-1: there is
-    none): [B, T, H, D + 1], the output and after it the log-sum-exp, in float32 or float64. All
-    integers are int32. A sequence whose end is not from 0 to `capacity` is an error, or NaN."""
+    """Attention of q [B, T, H, D] to the positions `bounds` (:func:`bounds_of`) of k [B, S, G, D]
+    and v [B, S, G, E], or of the pages [pages, page size, G, ...] that `block_table` [B, P] names
+    (-1: there is none): [B, T, H, E + 1], the output and after it the log-sum-exp, in float32 or
+    float64. All integers are int32. A sequence whose end is not from 0 to `capacity` is an error,
+    or NaN. Without v values are the first `value_width` elements of keys."""
     positions = _positions(k, block_table)
-    splits = splits_of(q.shape, k.shape[2], positions, isinstance(k, Scaled))
+    is_scaled = isinstance(k, Scaled)
+    splits = splits_of(q.shape, k.shape[2], positions, is_scaled, v is None)
     tables = () if block_table is None else (block_table,)
     params = Params(
-        capacity, float(scale), float(softcap or 0), splits, isinstance(k, Scaled), bool(tables),
-        default_precision(),
+        capacity, float(scale), float(softcap or 0), splits, is_scaled, bool(tables),
+        default_precision(), value_width,
     )  # fmt: skip
-    pair = [(a.values, a.scale) if isinstance(a, Scaled) else (a,) for a in (k, v)]
-    (k, *k_scale), (v, *v_scale) = pair
-    operands = map(jnp.asarray, (q, k, v, bounds, *k_scale, *v_scale, *tables))
-    return _primitive.bind(*operands, params=params)[0]
+    caches = [k] if v is None else [k, v]
+    values = [a.values if isinstance(a, Scaled) else a for a in caches]
+    scales = [a.scale for a in caches if isinstance(a, Scaled)]
+    operands = map(jnp.asarray, (q, *values, bounds, *scales, *tables))
+    primitive = _flash_decode if v is not None else _latent_decode
+    return primitive.bind(*operands, params=params)[0]
 
 
 def check_scales(op: str, caches: Mapping[str, Any]) -> None:
@@ -120,9 +131,11 @@ def check_scales(op: str, caches: Mapping[str, Any]) -> None:
 
 def _operands(arrays: Any, params: Params) -> tuple[Any, Any, Any, Any, Any]:
     """(q, k, v, bounds, block_table)."""
-    q, k, v, bounds, *rest = arrays
+    q, k, *rest = arrays
+    v = None if params.value_width else rest.pop(0)
+    bounds, *rest = rest
     if params.scaled:
-        k, v = Scaled(k, rest[0]), Scaled(v, rest[1])
+        k, v = Scaled(k, rest[0]), None if v is None else Scaled(v, rest[1])
     return q, k, v, bounds, rest[-1] if params.paged else None
 
 
@@ -154,20 +167,22 @@ def dequantized(cache: Cache, dtype: Any) -> jax.Array:
 def attend_reference(
     q: jax.Array,
     k: Cache,
-    v: Cache,
+    v: Cache | None,
     bounds: jax.Array,
     block_table: jax.Array | None,
     *,
     capacity: int,
     scale: float,
     softcap: float | None,
+    value_width: int = 0,
 ) -> jax.Array:
     """:func:`attend` in plain `lax`."""
     may_be_read, dtype = None, sum_dtype(q.dtype)
     q = q.astype(dtype) if isinstance(k, Scaled) else q
-    keys, values = dequantized(k, dtype), dequantized(v, dtype)
+    caches = [dequantized(a, dtype) for a in (k, v) if a is not None]
     if block_table is not None:
-        (keys, values), may_be_read = update_cache.read_pages((keys, values), block_table, OP)
+        caches, may_be_read = update_cache.read_pages(caches, block_table, OP)
+    keys, values = caches if v is not None else (caches[0], caches[0][..., :value_width])
     batch, tokens, heads, width = q.shape
     first, end, origin, own = (bounds[:, i, None, None] for i in range(4))
     position = origin + jnp.arange(keys.shape[1], dtype=jnp.int32)
@@ -182,17 +197,24 @@ def attend_reference(
     if tokens == 1:
         pair = pair[:, None]
     else:
-        pair = pair.reshape(batch, heads, tokens, width + 1).swapaxes(1, 2)
+        pair = pair.reshape(batch, heads, tokens, pair.shape[-1]).swapaxes(1, 2)
     is_length = (end >= 0) & (end <= capacity)
     return jnp.where(is_length[..., None], pair, jnp.nan)
 
 
 @functools.cache
-def splits_of(q_shape: tuple[int, ...], groups: int, positions: int, scaled: bool) -> int:
+def splits_of(
+    q_shape: tuple[int, ...], groups: int, positions: int, scaled: bool, latent: bool = False
+) -> int:
     """Into how many parts the kernel splits a sequence: as many as have teams of warps that run at
-    once; or a few more or less, so that the last of several rounds of teams is full too."""
+    once; or a few more or less, so that the last of several rounds of teams is full too. Of
+    latent_decode a CTA takes the place of a team."""
     batch, tokens, heads, width = q_shape
-    blocks, at_once = teams_of(heads // groups * tokens, width, scaled)
+    queries = heads // groups * tokens
+    if latent:
+        blocks, at_once = -(-queries // _QUERIES_OF_A_CTA), _MULTIPROCESSORS
+    else:
+        blocks, at_once = teams_of(queries, width, scaled)
     teams = max(1, batch * groups * blocks)
     most = min(-(-positions // _FEWEST_OF_A_TEAM), max(_MOST_ROUNDS, at_once // teams))
     if most <= 1 or teams >= _MOST_ROUNDS * at_once:
@@ -234,14 +256,15 @@ def attend_to_local_keys(
     scale: float,
     softcap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of q [B, H, D] to the positions of k and v [B, S, G, D] where `attended`.
+    """Attention of q [B, H, D] to the positions of k [B, S, G, D] and v [B, S, G, E] where
+    `attended`.
 
     Args:
       q: of T tokens, rows [B, H T, D]: those of a head side by side.
       attended: bool [B, T, S].
 
     Returns:
-      The output [B, H T, D] and the log-sum-exp [B, H T], both float32 or float64.
+      The output [B, H T, E] and the log-sum-exp [B, H T], both float32 or float64.
     """
     read = jnp.any(attended, 1)
     # Results of a custom_jvp have one type, as their tangents, which are of `read` too.
@@ -293,7 +316,7 @@ def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def _weighted_sum(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """[B, H, D], of weights [B, H, S] and v [B, S, G, D]. In parts, since one sequence's long sum
+    """[B, H, E], of weights [B, H, S] and v [B, S, G, E]. In parts, since one sequence's long sum
     would keep few of a GPU's multiprocessors busy."""
     (b, h, s), (g, d) = weights.shape, v.shape[2:]
     splits = _splits(b, s)
@@ -331,42 +354,64 @@ def _reference(arrays: Arrays, params: Params) -> list[jax.Array]:
     with jax.default_matmul_precision(params.precision):
         pair = attend_reference(
             *_operands(arrays, params), capacity=params.capacity, scale=params.scale,
-            softcap=params.softcap or None,
+            softcap=params.softcap or None, value_width=params.value_width,
         )  # fmt: skip
     return [pair, *(jnp.zeros(shape, dtype) for shape, dtype in _shapes(arrays, params)[1:])]
 
 
 def _check_lengths(arrays: Arrays, params: Params) -> Arrays:
     """The operands, if their lengths are right; else the call's error."""
-    q, k, v, bounds, *rest = arrays
+    _, k, _, bounds, table = _operands(arrays, params)
     check = jax.ffi.ffi_call(f"jflux_{OP}", jax.ShapeDtypeStruct(bounds.shape, bounds.dtype))
-    positions = _positions(k, rest[-1] if params.paged else None)
+    positions = _positions(k, table)
     if not bounds.size or not positions:
         return arrays
     bounds = check(bounds, capacity=np.int64(params.capacity), positions=np.int64(positions))
-    return q, k, v, bounds, *rest
+    at = 2 if params.value_width else 3
+    return *arrays[:at], bounds, *arrays[at + 1 :]
 
 
 def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
     """The result, and with several splits their results, which the kernel needs room for."""
-    *queries, d = arrays[0].shape
-    dtype = sum_dtype(arrays[0].dtype)
-    several = [((params.splits, *queries, d + 1), dtype)] if params.splits > 1 else []
-    return [((*queries, d + 1), dtype), *several]
+    queries, dtype = arrays[0].shape[:3], sum_dtype(arrays[0].dtype)
+    columns = (params.value_width or arrays[2].shape[3]) + 1
+    several = [((params.splits, *queries, columns), dtype)] if params.splits > 1 else []
+    return [((*queries, columns), dtype), *several]
 
 
 def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
-    q, k, *_ = arrays
-    if why := _native.why_not_dtypes("flash_decode", "cuda", q.dtype):
+    q, k, v, *_ = arrays
+    if why := _why_not_alike(arrays, params):
         return why
     if q.shape[3] not in WIDTHS:
         return f"heads have {q.shape[3]} elements, the kernel takes {WIDTHS}"
-    if q.shape[1] > MOST_TOKENS:
-        return f"{q.shape[1]} tokens, the kernel takes up to {MOST_TOKENS}"
+    if v.shape != k.shape:
+        return f"values have {v.shape[3]} elements, and keys {k.shape[3]}"
     if params.scaled and k.dtype != jnp.float8_e4m3fn:
         return f"the caches are {k.dtype}, the kernel takes float8_e4m3fn"
     if params.scaled and arrays[4].shape != arrays[5].shape:
         return "one cache has a scale for each row, and the other one not"
+    return None
+
+
+def _why_not_latent(arrays: Arrays, params: Params, platform: str) -> str | None:
+    if why := _why_not_alike(arrays, params):
+        return why
+    widths = arrays[0].shape[3], params.value_width
+    if widths != LATENT_WIDTHS:
+        return f"keys and values have {widths} elements, the kernel takes {LATENT_WIDTHS}"
+    if params.scaled:
+        return "the cache is of 8 bits"
+    return None
+
+
+def _why_not_alike(arrays: Arrays, params: Params) -> str | None:
+    """What both kernels do not take."""
+    q, k, *_ = arrays
+    if why := _native.why_not_dtypes(LATENT if params.value_width else OP, "cuda", q.dtype):
+        return why
+    if q.shape[1] > MOST_TOKENS:
+        return f"{q.shape[1]} tokens, the kernel takes up to {MOST_TOKENS}"
     if 0 in q.shape or 0 in k.shape:
         return "an operand is empty"
     return None
@@ -384,15 +429,16 @@ def _why_not_portable(arrays: Arrays, params: Params, platform: str) -> str | No
 
 def _flops(arrays: Arrays, params: Params) -> int:
     """The FLOPs for all positions of this rank. Tracing does not know the lengths."""
-    q, k, _, _, table = _operands(arrays, params)
-    return pairs_flops(q, _positions(k, table))
+    q, k, v, _, table = _operands(arrays, params)
+    widths = q.shape[3] + (params.value_width or v.shape[3])
+    return pairs_flops(q, _positions(k, table)) * widths // max(1, 2 * q.shape[3])
 
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     def bind(*operands: Any) -> Any:
         return primitive.bind(*operands, params=params)
 
-    if len(operands) > 4 or None in dims:  # pages, and scales of heads, are of all sequences
+    if params.paged or params.scaled or None in dims:  # pages, scales of heads are of all sequences
         return _product.batch_one_by_one(bind, operands, dims)
     count = operands[0].shape[dims[0]]
     merged = [
@@ -407,7 +453,8 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
 
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
     """Values and tangents by XLA's form: the kernel has no forward mode."""
-    count = 1 if params.scaled else 3  # what is quantised is constant
+    # What is quantised is constant.
+    count = 1 if params.scaled else 2 if params.value_width else 3
     values, others = primals[:count], primals[count:]
 
     def f(*values: Any) -> Any:
@@ -423,29 +470,36 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
         "softcap": np.float64(params.softcap),
         "splits": np.int64(params.splits),
         "paged": params.paged,
+        "alibi": False,
     }
 
 
-_primitive = make_primitive(
-    Op(
-        name=OP,
-        result_shapes=_shapes,
-        reference=_reference,
-        forms=(
-            local_ops.kernel(
-                OP,
-                why_not=_why_not,
-                why_not_portable=_why_not_portable,
-                attributes=_attributes,
-                checked_on_gpus=True,
-                on_cpus=False,
+def _primitive_of(name: str, why_not: Any, why_not_portable: Any, checked_on_gpus: bool) -> Any:
+    primitive = make_primitive(
+        Op(
+            name=name,
+            result_shapes=_shapes,
+            reference=_reference,
+            forms=(
+                local_ops.kernel(
+                    name,
+                    why_not=why_not,
+                    why_not_portable=why_not_portable,
+                    attributes=_attributes,
+                    checked_on_gpus=checked_on_gpus,
+                    on_cpus=False,
+                ),
+                local_ops.checked_on_cpus(_reference, _check_lengths),
             ),
-            local_ops.checked_on_cpus(_reference, _check_lengths),
-        ),
-        batch=_batch,
-        flops=_flops,
-        is_local=True,
-        values=1,
+            batch=_batch,
+            flops=_flops,
+            is_local=True,
+            values=1,
+        )
     )
-)
-ad.primitive_jvps[_primitive] = _jvp
+    ad.primitive_jvps[primitive] = _jvp
+    return primitive
+
+
+_flash_decode = _primitive_of(OP, _why_not, _why_not_portable, checked_on_gpus=True)
+_latent_decode = _primitive_of(LATENT, _why_not_latent, local_ops.takes_all, checked_on_gpus=False)

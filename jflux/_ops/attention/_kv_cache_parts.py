@@ -29,7 +29,9 @@ class KVCache(NamedTuple):
         float32 or float64: rank r of N has the positions r S/N to (r + 1) S/N - 1. Or both are
         :class:`jflux.Scaled`, of float8_e4m3fn, float8_e5m2 or int8, half of the bytes: with a
         scale for each position's head, [B, S/N, G, 1], which new ones get as they are written, or
-        for each head, [1, 1, G, 1], which the caller chooses and which stays.
+        for each head, [1, 1, G, 1], which the caller chooses and which stays. Values may have
+        another width than keys, and are None where they are the first elements of these, as in
+        latent attention (`value_width` of :func:`jflux.flash_decode`).
       lengths: int32 [B], how many positions of each sequence are filled; the same on all ranks. A
         sequence that has lost a token, having had no room for it, has S + 1 from then on.
       block_table: None; or integers [B, P], the same on all ranks, for a paged cache (arXiv
@@ -42,7 +44,7 @@ class KVCache(NamedTuple):
     """
 
     keys: jax.Array | Scaled
-    values: jax.Array | Scaled
+    values: jax.Array | Scaled | None
     lengths: jax.Array
     block_table: jax.Array | None = None
 
@@ -152,15 +154,26 @@ def check_cache(op: str, kv_cache: Any, k: Any, v: Any, lengths: Any, name: str)
     for array in (keys, values, k, v, table, *integers.values()):
         if array is not None and not (hasattr(array, "ndim") and hasattr(array, "dtype")):
             raise TypeError(f"{op}: operands must be arrays, got {type(array).__name__}")
-    if k.ndim != 4 or k.shape != v.shape:
-        raise ValueError(f"{op}: k and v must be [B, tokens, G, D], got {k.shape} and {v.shape}")
+    if (v is None) != (values is None):
+        one, other = ("v", "kv_cache.values") if v is None else ("kv_cache.values", "v")
+        raise ValueError(
+            f"{op}: {one} is None, but not {other}: a cache without values has keys alone"
+        )
+    if k.ndim != 4 or (v is not None and k.shape[:3] != v.shape[:3]):
+        shapes = f"{k.shape}" if v is None else f"{k.shape} and {v.shape}"
+        raise ValueError(f"{op}: k and v must be [B, tokens, G, D], got {shapes}")
     paged = table is not None
     shape = "[pages, page size, G, D] with the G" if paged else "[B, S/N, G, D] with the B and G"
-    alike = keys.shape == values.shape and keys.ndim == 4 and keys.shape[2] == k.shape[2]
+    pairs = [(keys, k)] if values is None else [(keys, k), (values, v)]
+    alike = all(
+        cache.ndim == 4 and cache.shape[2:] == new.shape[2:] and cache.shape[:3] == keys.shape[:3]
+        for cache, new in pairs
+    )
     if not alike or not (paged or keys.shape[0] == k.shape[0]):
         raise ValueError(
-            f"{op}: kv_cache.keys and values must be {shape} of k, {k.shape}, got {keys.shape} and "
-            f"{values.shape}{'' if paged else '; pages need kv_cache.block_table'}"
+            f"{op}: kv_cache.keys and values must be {shape} of k, {k.shape}, got "
+            f"{' and '.join(str(cache.shape) for cache, _ in pairs)}"
+            f"{'' if paged else '; pages need kv_cache.block_table'}"
         )
     if paged:
         if table.ndim != 2 or table.shape[0] != k.shape[0]:
@@ -170,14 +183,16 @@ def check_cache(op: str, kv_cache: Any, k: Any, v: Any, lengths: Any, name: str)
             )
         if not jnp.issubdtype(table.dtype, jnp.integer):
             raise TypeError(f"{op}: kv_cache.block_table must be integers, got {table.dtype}")
-    scaled = [isinstance(a, Scaled) for a in (keys, values)]
+    caches = {"keys": keys} if values is None else {"keys": keys, "values": values}
+    scaled = [isinstance(a, Scaled) for a in caches.values()]
+    types = [str(a.dtype) for a in caches.values()]
     if all(scaled):
-        _flash_decode_primitive.check_scales(op, {"keys": keys, "values": values})
+        _flash_decode_primitive.check_scales(op, caches)
     # q, k and v are cast to the cache's type.
-    elif keys.dtype != values.dtype or keys.dtype.name not in DTYPES or any(scaled):
+    elif len(set(types)) > 1 or types[0] not in DTYPES or any(scaled):
         raise TypeError(
             f"{op}: kv_cache.keys and values must be of one type, one of {', '.join(DTYPES)}, or "
-            f"both a jflux.Scaled, got {keys.dtype} and {values.dtype}"
+            f"both a jflux.Scaled, got {' and '.join(types)}"
         )
     if jnp.issubdtype(kv_cache[2].dtype, jnp.integer) and jnp.iinfo(kv_cache[2].dtype).bits < 32:
         raise TypeError(f"{op}: kv_cache.lengths must have 32 bits, got {kv_cache[2].dtype}")

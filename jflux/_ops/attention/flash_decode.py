@@ -13,7 +13,7 @@ from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from .._scaled import Scaled
 from . import _flash_decode_primitive, _sinks, decode_merge
-from ._checks import DTYPES, scale_of, softcap_of, window_of
+from ._checks import DTYPES, check_values, scale_of, softcap_of, window_of
 
 _OP = "jflux.flash_decode"
 
@@ -27,13 +27,14 @@ class Options(TypedDict, total=False):
     sinks: jax.Array | None
     softcap: float | None
     scale: float | None
+    value_width: int | None
 
 
 @overload
 def flash_decode(
     q: jax.Array,
     k_cache: jax.Array,
-    v_cache: jax.Array,
+    v_cache: jax.Array | None,
     lengths: jax.Array,
     *,
     return_lse: Literal[False] = ...,
@@ -43,7 +44,7 @@ def flash_decode(
 def flash_decode(
     q: jax.Array,
     k_cache: jax.Array,
-    v_cache: jax.Array,
+    v_cache: jax.Array | None,
     lengths: jax.Array,
     *,
     return_lse: Literal[True],
@@ -53,7 +54,7 @@ def flash_decode(
 def flash_decode(
     q: jax.Array,
     k_cache: jax.Array,
-    v_cache: jax.Array,
+    v_cache: jax.Array | None,
     lengths: jax.Array,
     *,
     return_lse: bool,
@@ -63,7 +64,7 @@ def flash_decode(
 def flash_decode(
     q: jax.Array,
     k_cache: jax.Array,
-    v_cache: jax.Array,
+    v_cache: jax.Array | None,
     lengths: jax.Array,
     *,
     axis_name: AxisName | None = None,
@@ -72,6 +73,7 @@ def flash_decode(
     sinks: jax.Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    value_width: int | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Exact attention of the last tokens of each sequence, one or a few, to a cache of keys and
@@ -83,6 +85,8 @@ def flash_decode(
 
         q [B, H, D]      k_cache, v_cache [B, S/N, G, D]   lengths [B]   ->   [B, H, D]
         q [B, T, H, D]   the same                                        ->   [B, T, H, D]
+
+    Values may have another width than keys, E, and so has the result then.
 
     Rank r has the consecutive positions r S/N to (r + 1) S/N - 1. q and lengths are the same on all
     ranks, and so is the result. Token i of T is at p = length - T + i (speculative decoding, arXiv
@@ -100,7 +104,8 @@ def flash_decode(
 
     On GPUs a kernel reads a rank's part once, of whole caches and of pages, in float16 and
     bfloat16, for heads of 64, 128 or 256 elements and up to 16 tokens; it splits the positions over
-    the GPU's multiprocessors too. Other calls, and derivatives, take XLA's products.
+    the GPU's multiprocessors too. So does one for Hopper that takes keys of 576 elements, the first
+    512 of which are their values. Other calls, and derivatives, take XLA's products.
 
     What a cache has at positions that no token attends to reaches neither the result nor its
     derivatives, even if it is NaN.
@@ -115,7 +120,7 @@ def flash_decode(
       q, k_cache, v_cache: of one type: float16, bfloat16, float32 or float64. Or both caches are
         :class:`jflux.Scaled`, of 8 bits, with a scale for each position's head, [..., G, 1], or for
         each head, [1, 1, G, 1]; the kernel takes float8_e4m3fn, and scales of v_cache less than
-        2^100. They have no derivatives.
+        2^100. They have no derivatives. v_cache is None where `value_width` says what values are.
       lengths: integers [B], how many positions of the whole sequence are valid, those of the T
         tokens among them. A token without a position, as all of a sequence of length 0, has the
         result 0, and the log-sum-exp -inf, or the sink where there is one.
@@ -130,11 +135,17 @@ def flash_decode(
         :func:`jflux.attention`; the same on all ranks. They are added after the merge.
       softcap: bounds the scores.
       scale: of the scores; by default 1 / sqrt(D).
+      value_width: E, where v_cache is None: the first E elements of a key are its value, as in the
+        compressed cache of latent attention, which keeps 512 elements of keys and values and 64
+        rotary ones for all heads (DeepSeek-V2, arXiv 2405.04434, section 2.1.2, with queries and
+        results multiplied by the matrices that would expand it: G = 1, D = 576, E = 512). Its
+        `scale` is that of the heads which it stands for, 1 / sqrt(192) there.
       return_lse: whether to return the log-sum-exp too.
 
     Returns:
-      As q; with `return_lse` also the logarithm of the sum of the exponentials of the scores and of
-      the sink, [B, H] or [B, T, H], float32 or float64. They do not vary over `axis_name`.
+      As q, with E elements; with `return_lse` also the logarithm of the sum of the exponentials of
+      the scores and of the sink, [B, H] or [B, T, H], float32 or float64. They do not vary over
+      `axis_name`.
 
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced.
@@ -158,14 +169,14 @@ def flash_decode(
     return _flash_decode(
         decode_merge.merge_over_ranks, _flash_decode_primitive.attend, q, k_cache, v_cache, lengths,
         axis_name=axis_name, block_table=block_table, window=window, sinks=sinks, softcap=softcap,
-        scale=scale, return_lse=return_lse,
+        scale=scale, value_width=value_width, return_lse=return_lse,
     )  # fmt: skip
 
 
 def reference(
     q: jax.Array,
     k_cache: jax.Array,
-    v_cache: jax.Array,
+    v_cache: jax.Array | None,
     lengths: jax.Array,
     *,
     axis_name: AxisName | None = None,
@@ -174,6 +185,7 @@ def reference(
     sinks: jax.Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    value_width: int | None = None,
     return_lse: bool = False,
 ) -> Any:
     """:func:`jflux.flash_decode` in plain `lax`."""
@@ -181,7 +193,7 @@ def reference(
         decode_merge.reference, _flash_decode_primitive.attend_reference, q, k_cache, v_cache,
         lengths,
         axis_name=axis_name, block_table=block_table, window=window, sinks=sinks, softcap=softcap,
-        scale=scale, return_lse=return_lse,
+        scale=scale, value_width=value_width, return_lse=return_lse,
     )  # fmt: skip
 
 
@@ -199,9 +211,10 @@ def _flash_decode(
     sinks: Any,
     softcap: float | None,
     scale: float | None,
+    value_width: int | None,
     return_lse: bool,
 ) -> Any:
-    _check(q, k, v, lengths, block_table)
+    _check(q, k, v, lengths, block_table, value_width)
     sinks = _sinks.check(_OP, sinks, q.shape[-2])
     span = window_of(_OP, window)
     scale, softcap = scale_of(_OP, scale, q.shape[-1]), softcap_of(_OP, softcap)
@@ -220,8 +233,11 @@ def _flash_decode(
     lengths = value_checks.to_int32(lengths)
     tokens = queries.shape[1]
     bounds = _flash_decode_primitive.bounds_of(lengths - tokens, lengths, span, rank * here, tokens)
-    pair = attend(queries, k, v, bounds, block_table, capacity=most, scale=scale, softcap=softcap)
-    pair = pair.reshape(*q.shape[:-1], q.shape[-1] + 1)
+    pair = attend(
+        queries, k, v, bounds, block_table, capacity=most, scale=scale, softcap=softcap,
+        value_width=value_width or 0,
+    )  # fmt: skip
+    pair = pair.reshape(*q.shape[:-1], pair.shape[-1])
     if axis_name is None:
         out, lse = pair[..., :-1], pair[..., -1]
     else:
@@ -231,14 +247,14 @@ def _flash_decode(
     return (out, lse) if return_lse else out
 
 
-def _check(q: Any, k: Any, v: Any, lengths: Any, block_table: Any) -> None:
+def _check(q: Any, k: Any, v: Any, lengths: Any, block_table: Any, value_width: int | None) -> None:
     op = _OP
     paged = block_table is not None
     cache_shape = "[pages, page size, G, D]" if paged else "[B, S/N, G, D]"
     for name, a, wanted in (
         ("q", q, "[B, H, D] or [B, T, H, D]"),
         ("k_cache", k, cache_shape),
-        ("v_cache", v, cache_shape),
+        *([] if v is None else [("v_cache", v, cache_shape)]),
         ("lengths", lengths, "[B]"),
         *([("block_table", block_table, "[B, P]")] if paged else []),
     ):
@@ -253,8 +269,7 @@ def _check(q: Any, k: Any, v: Any, lengths: Any, block_table: Any) -> None:
                 raise ValueError(
                     f"{op}: {name} must be {wanted} with q's B = {q.shape[0]}, got {a.shape}"
                 )
-    if k.shape != v.shape:
-        raise ValueError(f"{op}: k_cache and v_cache must have one shape, got {k.shape}, {v.shape}")
+    check_values(op, k, v, value_width)
     if k.shape[3] != q.shape[-1]:
         raise ValueError(
             f"{op}: q and the caches must have the same D, got {q.shape[-1]} and {k.shape[3]}"
@@ -269,12 +284,14 @@ def _check(q: Any, k: Any, v: Any, lengths: Any, block_table: Any) -> None:
             f"{op}: {q.shape[-2]} heads of queries must be a multiple of {k.shape[2]} of keys and "
             "values"
         )
-    if isinstance(k, Scaled) or isinstance(v, Scaled):
-        _flash_decode_primitive.check_scales(op, {"k_cache": k, "v_cache": v})
-    elif not q.dtype == k.dtype == v.dtype:
+    caches = {"k_cache": k} if v is None else {"k_cache": k, "v_cache": v}
+    if any(isinstance(a, Scaled) for a in caches.values()):
+        _flash_decode_primitive.check_scales(op, caches)
+    elif any(a.dtype != q.dtype for a in caches.values()):
+        types = ", ".join(str(a.dtype) for a in (q, *caches.values()))
         raise TypeError(
-            f"{op}: q, k_cache and v_cache must have one type, got {q.dtype}, {k.dtype}, {v.dtype};"
-            " cast q, or cast the cache as it is written"
+            f"{op}: q, {' and '.join(caches)} must have one type, got {types}; cast q, or cast the "
+            "cache as it is written"
         )
     if q.dtype.name not in DTYPES:
         raise TypeError(f"{op}: q must be of {', '.join(DTYPES)}, got {q.dtype}; cast it")

@@ -20,7 +20,7 @@ from .._recipe import Format
 from .._scaled import Scaled
 from . import _flash_decode_primitive, _sinks, decode_merge, flash_attention, update_cache
 from ._blockwise import NOWHERE, Positions, Scores
-from ._checks import scale_of, softcap_of, window_of
+from ._checks import check_values, of_one_width, scale_of, softcap_of, window_of
 from ._kv_cache_parts import ADVICE, ADVICE_ON_PAGES, check_cache, check_known, part_of
 from ._kv_cache_parts import KVCache as KVCache
 from .sequence_layouts import Layout, check_length, own_positions
@@ -45,23 +45,24 @@ def _as_in(cache: jax.Array | Scaled, new: jax.Array) -> tuple[Any, Any]:
 def _written(
     update: Callable[..., Any], kv_cache: KVCache, k: Any, v: Any, positions: Any, **options: Any
 ) -> tuple[Any, Any]:
-    """The keys and values of a cache with new ones."""
-    caches = kv_cache.keys, kv_cache.values
-    (old, new) = zip(*(_as_in(*pair) for pair in zip(caches, (k, v), strict=True)), strict=True)
-    written = update(old, new, positions, **options)
-    return tuple(
+    """The keys and values of a cache with new ones; values are None where it has none."""
+    caches = [a for a in (kv_cache.keys, kv_cache.values) if a is not None]
+    news = [a for a in (k, v) if a is not None]
+    (old, new) = zip(*(_as_in(*pair) for pair in zip(caches, news, strict=True)), strict=True)
+    written = [
         Scaled(now, cache.scale)
         if isinstance(cache, Scaled) and not isinstance(now, Scaled)
         else now
-        for cache, now in zip(caches, written, strict=True)
-    )  # type: ignore[return-value]
+        for cache, now in zip(caches, update(old, new, positions, **options), strict=True)
+    ]
+    return written[0], written[1] if len(written) > 1 else None
 
 
 @meshes.axis_by_name
 def fill_cache(
     kv_cache: KVCache,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     lengths: jax.Array | None = None,
     *,
     axis_name: AxisName | None = None,
@@ -111,7 +112,7 @@ def fill_cache(
 def fill_cache_reference(
     kv_cache: KVCache,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     lengths: jax.Array | None = None,
     *,
     axis_name: AxisName | None = None,
@@ -126,7 +127,7 @@ def attend_to_cache(
     kv_cache: KVCache,
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     new_lengths: jax.Array | None = None,
     *,
     axis_name: AxisName | None = None,
@@ -134,6 +135,7 @@ def attend_to_cache(
     sinks: jax.Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    value_width: int | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Adds the keys and values of T new tokens of each sequence to a cache, and attends to it: each
     token to the tokens before it and to itself.
@@ -164,6 +166,8 @@ def attend_to_cache(
         :func:`jflux.attention`; the same on all ranks. Differentiable.
       softcap: c: a score x becomes ``c tanh(x / c)``.
       scale: of the scores; by default 1 / sqrt(D).
+      value_width: E, where the cache has no values and v is None: the first E elements of a key are
+        its value, as in :func:`jflux.flash_decode`, and o is [B, T, H, E].
 
     Returns:
       o of q's type, and the cache, whose lengths have grown by `new_lengths`. Errors with the value
@@ -191,14 +195,16 @@ def attend_to_cache(
       >>> o.shape, cache.lengths.tolist()
       ((1, 1, 1, 4), [11])
     """
-    return _attend(_OPS, kv_cache, q, k, v, new_lengths, axis_name, window, sinks, softcap, scale)
+    return _attend(
+        _OPS, kv_cache, q, k, v, new_lengths, axis_name, window, sinks, softcap, scale, value_width
+    )
 
 
 def attend_to_cache_reference(
     kv_cache: KVCache,
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     new_lengths: jax.Array | None = None,
     *,
     axis_name: AxisName | None = None,
@@ -206,11 +212,13 @@ def attend_to_cache_reference(
     sinks: jax.Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    value_width: int | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """:func:`jflux.attend_to_cache` in plain `lax`, which does not raise on CPUs."""
     return _attend(
-        _REFERENCES, kv_cache, q, k, v, new_lengths, axis_name, window, sinks, softcap, scale
-    )
+        _REFERENCES, kv_cache, q, k, v, new_lengths, axis_name, window, sinks, softcap, scale,
+        value_width,
+    )  # fmt: skip
 
 
 def new_positions(
@@ -305,9 +313,11 @@ def _attend(
     sinks: Any,
     softcap: float | None,
     scale: float | None,
+    value_width: int | None,
 ) -> tuple[jax.Array, KVCache]:
     op = "jflux.attend_to_cache"
     check_cache(op, kv_cache, k, v, new_lengths, "new_lengths")
+    check_values(op, k, v, value_width)
     _check_queries(op, q, k)
     sinks = _sinks.check(op, sinks, q.shape[2])
     span, softcap = window_of(op, window), softcap_of(op, softcap)
@@ -351,18 +361,18 @@ def _attend(
         bounds = _flash_decode_primitive.bounds_of(first, ends, span, part.rank * part.here, tokens)
         pair = ops.attend(
             q_here, keys, values, bounds, part.columns, capacity=capacity, scale=scores.scale,
-            softcap=softcap,
+            softcap=softcap, value_width=value_width or 0,
         )  # fmt: skip
     else:
-        keys_here, values_here = (
-            _flash_decode_primitive.dequantized(a, q.dtype) for a in (keys, values)
-        )
+        caches = [
+            _flash_decode_primitive.dequantized(a, q.dtype) for a in (keys, values) if a is not None
+        ]
         own = own_positions(part.rank, part.here, part.ranks, "contiguous")[None]
         if pages is not None:
-            (keys_here, values_here), there = update_cache.read_pages(
-                (keys_here, values_here), pages.columns, "attend_to_cache"
-            )
+            caches, there = update_cache.read_pages(caches, pages.columns, "attend_to_cache")
             own = jnp.where(there, own, NOWHERE)
+        keys_here, values_here = caches if values is not None else caches * 2
+        values_here = values_here[..., :value_width]
         o, lse = _attend_to_local_keys(q_here, keys_here, values_here, positions, own, scores)
         pair = jnp.concatenate([o, lse[..., None]], -1)
         fits = jnp.all(positions < capacity, 1)[:, None, None, None]
@@ -390,18 +400,21 @@ def _attend_to_local_keys(
       (o [B, T, H, D], log-sum-exp [B, T, H]), float32 or float64.
     """
     batch, tokens, heads, width = q.shape
+    of_values = values.shape[3]
     if 0 in q.shape or 0 in keys.shape:
         wide = sum_dtype(q.dtype)
-        return jnp.zeros(q.shape, wide), jnp.full(q.shape[:3], -jnp.inf, wide)
+        return jnp.zeros((*q.shape[:3], of_values), wide), jnp.full(q.shape[:3], -jnp.inf, wide)
     if tokens > 1 and tokens * heads > MOST_ROWS:
         # Positions that no token attends to may hold NaN. Zeros take their place: a weight of zero
         # would not keep the NaN out of the product.
         read = (own <= jnp.max(positions, 1)[:, None])[..., None, None]
         keys, values = jnp.where(read, keys, 0), jnp.where(read, values, 0)
         wide = sum_dtype(q.dtype)
-        return flash_attention.forward(
+        q, keys, values, _ = of_one_width("attend_to_cache", q, keys, values, scores.scale)
+        o, lse = flash_attention.forward(
             q, Positions(positions, None), keys, values, Positions(own, None), scores, wide
         )
+        return o[..., :of_values], lse
     own = own[:, None]
     attended = own <= positions[..., None]  # [B, T, s]
     if scores.window is not None:
@@ -410,7 +423,7 @@ def _attend_to_local_keys(
     o, lse = _flash_decode_primitive.attend_to_local_keys(
         rows, keys, values, attended, scale=scores.scale, softcap=scores.softcap
     )
-    o = o.reshape(batch, heads, tokens, width).swapaxes(1, 2)
+    o = o.reshape(batch, heads, tokens, of_values).swapaxes(1, 2)
     return o, lse.reshape(batch, heads, tokens).swapaxes(1, 2)
 
 

@@ -1,5 +1,6 @@
-// The kernels of flash_decode in the simulator, against attention in double: cp.async in a ring,
-// ldmatrix, mma.sync, shuffles, and the second kernel that merges parts.
+// The kernels of flash_decode and latent_decode in the simulator, against attention in double:
+// cp.async in a ring, ldmatrix, mma.sync, shuffles, wgmma, and the second kernel, which merges
+// parts.
 #include "ops/flash_decode/flash_decode.h"
 
 #include <sys/mman.h>
@@ -10,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "ops/latent_decode/latent_decode.h"
 #include "simt/machine.h"
 #include "simt/values.h"
 #include "testing.h"
@@ -46,11 +48,13 @@ class Guarded {
   int64_t bytes_;
 };
 
+// Of kLatentWidth: of latent_decode, whose values are the first elements of keys.
 struct Case {
   int64_t batch, heads, groups, width, positions, page_size, splits;
   double softcap;
   int64_t ranks = 1, rank = 0;  // of which the kernel is one
   int64_t tokens = 1;
+  bool alibi = false;
 };
 
 // What a case is given wrongly.
@@ -73,8 +77,11 @@ void Check(const Case& c, uint32_t seed, const Planted& planted = {},
   std::mt19937 random(seed);
   const int64_t kv_rows = c.batch * c.positions;
   auto q = RandomArray<T>(random, c.batch * c.tokens * c.heads * c.width);
-  const Guarded<C> k(RandomArray<C>(random, kv_rows * c.groups * c.width));
-  auto values = RandomArray<C>(random, kv_rows * c.groups * c.width);
+  const bool is_latent = c.width == kLatentWidth;
+  const int64_t columns = is_latent ? kLatentValues : c.width;  // of a result
+  const auto keys = RandomArray<C>(random, kv_rows * c.groups * c.width);
+  auto values = is_latent ? keys : RandomArray<C>(random, kv_rows * c.groups * c.width);
+  const Guarded<C> k(keys);
   const bool of_rows = scales == CacheScales::kOfRows;
   Array<float> of_k((of_rows ? kv_rows : 1) * c.groups), of_v(of_k.size());
   for (float& scale : of_k.data) scale = std::exp2(static_cast<float>(random() % 5) - 2) / sizes.q;
@@ -110,9 +117,11 @@ void Check(const Case& c, uint32_t seed, const Planted& planted = {},
   HostRecords records{};
   DeviceState state{};
   state.limits.fault = &records.fault;
-  Array<float> out(c.batch * c.tokens * c.heads * (c.width + 1));
+  Array<float> out(c.batch * c.tokens * c.heads * (columns + 1));
   Array<float> parts(c.splits * out.size());
   const double scale = 1 / std::sqrt(static_cast<double>(c.width));
+  Array<float> slopes(c.heads);
+  for (float& slope : slopes.data) slope = static_cast<float>(random() % 64) / 256;
   const int64_t capacity = c.ranks * c.positions;
   const FlashDecodeParams p{c.batch,     c.tokens,  c.heads,           c.groups, c.width,
                             c.positions, capacity,  c.page_size,       pages,    c.splits,
@@ -120,8 +129,9 @@ void Check(const Case& c, uint32_t seed, const Planted& planted = {},
   std::string error;
   const FlashDecodeArrays arrays{
       q.get(),   k.get(),     v.get(),    bounds.data(), pages == 0 ? nullptr : table.data(),
-      out.get(), parts.get(), of_k.get(), of_v.get()};
-  EXPECT(LaunchFlashDecode(p, arrays, &state, nullptr, &error)) << error;
+      out.get(), parts.get(), of_k.get(), of_v.get(),    c.alibi ? slopes.get() : nullptr};
+  const auto launch = is_latent ? LaunchLatentDecode : LaunchFlashDecode;
+  EXPECT(launch(p, arrays, &state, nullptr, &error)) << error;
   const std::string failure = simt::Run(seed);
   EXPECT(failure.empty()) << failure << ", seed " << seed;
   const Fault& fault = records.fault;
@@ -141,13 +151,13 @@ void Check(const Case& c, uint32_t seed, const Planted& planted = {},
   int64_t wrong = 0;
   for (int64_t b = 0; b < c.batch; ++b) {
     if (b == planted.sequence && planted.page == -1) {
-      const int64_t row = c.tokens * c.heads * (c.width + 1);
+      const int64_t row = c.tokens * c.heads * (columns + 1);
       for (int64_t i = 0; i < row; ++i) wrong += !std::isnan(out[b * row + i]);
       continue;
     }
     for (int64_t query = 0; query < c.tokens * c.heads; ++query) {
       const int64_t token = query / c.heads, h = query % c.heads;
-      std::vector<double> mean(c.width), terms(c.width);  // of the values, and of their sizes
+      std::vector<double> mean(columns), terms(columns);  // of the values, and of their sizes
       double total = 0;
       const int64_t own = bounds[b].own + token;
       const int64_t last = std::min<int64_t>(own - origin, c.positions);
@@ -167,8 +177,9 @@ void Check(const Case& c, uint32_t seed, const Planted& planted = {},
           score += q[((b * c.tokens + token) * c.heads + h) * c.width + i] * k[at + i];
         score *= scale * (is_scaled ? of_k[of_scale] : 1);
         if (c.softcap > 0) score = c.softcap * std::tanh(score / c.softcap);
+        if (c.alibi) score += slopes[h] * static_cast<double>(origin + t - (own - 1));
         total += std::exp(score);
-        for (int64_t i = 0; i < c.width; ++i) {
+        for (int64_t i = 0; i < columns; ++i) {
           const double term =
               std::exp(score) * v[at + i] * (is_scaled ? of_v[of_scale] / sizes.v : 1);
           mean[i] += term;
@@ -178,14 +189,14 @@ void Check(const Case& c, uint32_t seed, const Planted& planted = {},
       // Probabilities are rounded to T, or to float16 with their scales.
       const bool is_scaled = scales != CacheScales::kNone;
       const double tolerance = std::is_same_v<T, __half> || is_scaled ? 0x1p-11 : 0x1p-8;
-      const int64_t at = (b * c.tokens * c.heads + query) * (c.width + 1);
-      for (int64_t i = 0; i < c.width; ++i) {
+      const int64_t at = (b * c.tokens * c.heads + query) * (columns + 1);
+      for (int64_t i = 0; i < columns; ++i) {
         const double want = total > 0 ? mean[i] / total : 0;
         const double most = tolerance * (total > 0 ? terms[i] / total : 1);
         wrong += std::isnan(want) ? !std::isnan(out[at + i])
                                   : !(std::abs(out[at + i] / sizes.v - want) <= most);
       }
-      const double lse = out[at + c.width];
+      const double lse = out[at + columns];
       wrong += total > 0 ? !(std::abs(lse - std::log(total)) < 1e-4) : !(lse == -INFINITY);
     }
   }
@@ -193,13 +204,12 @@ void Check(const Case& c, uint32_t seed, const Planted& planted = {},
 }
 
 TEST(EqualsAttention) {
-  const Case cases[] = {
-      {2, 4, 2, 64, 100, 0, 1, 0},
-      {2, 20, 1, 128, 150, 0, 3, 20},
-      {3, 2, 2, 256, 96, 16, 2, 0},
-      {2, 4, 2, 64, 100, 0, 1, 1e6},
-      {1, 3, 1, 64, 300, 0, 7, 0},  // parts that two warps merge, and eight
-      {1, 3, 1, 64, 700, 0, 37, 0},
+  const Case cases[] =
+      {
+          {2, 4, 2, 64, 100, 0, 1, 0},  {2, 20, 1, 128, 150, 0, 3, 20},
+          {3, 2, 2, 256, 96, 16, 2, 0}, {2, 4, 2, 64, 100, 0, 1, 1e6},
+          {1, 3, 1, 64, 300, 0, 7, 0},  // parts that two warps merge, and eight
+          {1, 3, 1, 64, 700, 0, 37, 0},
   };
   uint32_t seed = 1;
   for (const Case& c : cases) {
@@ -219,6 +229,33 @@ TEST(SeveralTokens) {
     Check<__nv_bfloat16>(c, seed++);
   }
   Check<__half>({3, 2, 1, 64, 64, 0, 2, 0, 3, 1, 5}, seed++, {1, 193});
+}
+
+TEST(Alibi) {
+  uint32_t seed = 40;
+  for (const Case& c : {Case{2, 4, 2, 64, 100, 0, 1, 0, 1, 0, 1, true},
+                        Case{3, 6, 2, 128, 90, 0, 3, 20, 1, 0, 7, true},
+                        Case{3, 2, 2, 256, 96, 16, 2, 0, 1, 0, 16, true},
+                        Case{3, 2, 1, 64, 64, 0, 2, 0, 3, 1, 5, true}}) {
+    Check<__half>(c, seed++);
+    Check<__nv_bfloat16>(c, seed++);
+    Check<__nv_bfloat16, __nv_fp8_e4m3>(c, seed++, {}, CacheScales::kOfRows);
+  }
+}
+
+TEST(Latent) {
+  uint32_t seed = 80;
+  for (const Case& c :
+       {Case{2, 9, 1, 576, 150, 0, 1, 0}, Case{3, 33, 1, 576, 130, 0, 2, 20, 1, 0, 2},
+        Case{3, 4, 2, 576, 96, 16, 2, 0, 1, 0, 3}, Case{3, 2, 1, 576, 64, 0, 2, 0, 3, 1, 5},
+        Case{3, 128, 1, 576, 224, 8, 3, 0}}) {
+    for (int schedule = 0; schedule < simt::Schedules(1); ++schedule) {
+      Check<__half>(c, seed++);
+      Check<__nv_bfloat16>(c, seed++);
+    }
+  }
+  Check<__half>({3, 2, 1, 576, 64, 0, 2, 0, 3, 1, 5}, seed++, {1, 193});
+  Check<__half>({3, 2, 2, 576, 64, 16, 2, 0}, seed++, {2, 0, 12});
 }
 
 TEST(TeamsOfWarps) {

@@ -1,0 +1,35 @@
+// The FFI handler of latent_decode.
+#include "ops/latent_decode/latent_decode.h"
+#include "runtime/ffi.h"
+#include "runtime/op.h"
+
+#ifdef JFLUX_WITH_CUDA
+#include "ops/flash_decode/flash_decode_call.h"
+#endif
+
+namespace jflux {
+namespace {
+
+#ifdef JFLUX_WITH_CUDA
+
+ffi::Error Cuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::RemainingArgs operands,
+                ffi::RemainingRets results) {
+  DecodeAttributes a;
+  if (auto refused = ReadAttributes(kLatentDecodeId, attributes, &a)) return *refused;
+  const auto call = DecodeCallOf(a, operands, results, kLatentValues);
+  return LaunchDecode(kLatentDecodeId, call, LaunchLatentDecode, stream);
+}
+
+XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, BindLocalCuda().RemainingArgs().RemainingRets(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+#endif  // JFLUX_WITH_CUDA
+
+}  // namespace
+
+// Listed in cc/ops/registry.cc.
+extern const Op kLatentDecodeOp;
+const Op kLatentDecodeOp = {kLatentDecodeId,      "latent_decode", /*cpu=*/nullptr,
+                            JFLUX_IF_CUDA(kCuda), OpFormats{},     kLatentDecodeFormats};
+
+}  // namespace jflux
