@@ -122,10 +122,9 @@ def test_latent(tokens, heads, groups, positions, window, dtype):
     options = {"window": window, "softcap": 20.0 if tokens == 5 else None, "scale": 192**-0.5}
     want = plain_tokens(q, k, k[..., :512], lengths, **options)
     spoil(lengths, None, k)
-    with jflux.config(unchecked_kernels=True):
-        check(run(q, k, None, lengths, value_width=512, **options), want, dtype)
-        pages, table = paged(k, 1, 20)
-        check(run(q, pages, None, lengths, table, value_width=512, **options), want, dtype)
+    check(run(q, k, None, lengths, value_width=512, **options), want, dtype)
+    pages, table = paged(k, 1, 20)
+    check(run(q, pages, None, lengths, table, value_width=512, **options), want, dtype)
 
 
 def test_a_window_of_more_than_there_is():

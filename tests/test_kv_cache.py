@@ -636,7 +636,8 @@ def test_a_prompt_that_is_shorter_than_its_length():
     ("change", "message"),
     [
         ({"k": (B, 1, G)}, r"k and v must be \[B, tokens, G, D\]"),
-        ({"v": (B, 1, G, 3)}, r"k and v must be \[B, tokens, G, D\]"),
+        ({"v": (B, 1, 3, D)}, r"k and v must be \[B, tokens, G, D\]"),
+        ({"v": (B, 1, G, 3)}, "keys and values must be .* of k"),
         ({"k": (B, 1, 3, D), "v": (B, 1, 3, D)}, "with the B and G of k"),
         ({"q": (B, 2, H, D)}, "q must be .B, T, H, D. with the B, T and D of k"),
         ({"q": (B, 1, 5, D)}, "5 heads of queries must be a multiple of 2"),

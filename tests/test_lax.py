@@ -169,7 +169,8 @@ def test_in_the_place_of_laxs_functions(monkeypatch):
     want = run()
     for name in jflux.lax.__all__:
         monkeypatch.setattr(lax, name, getattr(jflux.lax, name))
-    for got in (run(), run(fused=False, strict=False)):
+    # No kernel of a GPU takes a ragged product of float32.
+    for got in (run(strict=PLATFORM == "cpu"), run(fused=False, strict=False)):
         for one, other in zip(got, want, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-6)
 

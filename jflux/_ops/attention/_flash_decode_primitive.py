@@ -474,7 +474,7 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _primitive_of(name: str, why_not: Any, why_not_portable: Any, checked_on_gpus: bool) -> Any:
+def _primitive_of(name: str, why_not: Any, why_not_portable: Any) -> Any:
     primitive = make_primitive(
         Op(
             name=name,
@@ -486,7 +486,7 @@ def _primitive_of(name: str, why_not: Any, why_not_portable: Any, checked_on_gpu
                     why_not=why_not,
                     why_not_portable=why_not_portable,
                     attributes=_attributes,
-                    checked_on_gpus=checked_on_gpus,
+                    checked_on_gpus=True,
                     on_cpus=False,
                 ),
                 local_ops.checked_on_cpus(_reference, _check_lengths),
@@ -501,5 +501,5 @@ def _primitive_of(name: str, why_not: Any, why_not_portable: Any, checked_on_gpu
     return primitive
 
 
-_flash_decode = _primitive_of(OP, _why_not, _why_not_portable, checked_on_gpus=True)
-_latent_decode = _primitive_of(LATENT, _why_not_latent, local_ops.takes_all, checked_on_gpus=False)
+_flash_decode = _primitive_of(OP, _why_not, _why_not_portable)
+_latent_decode = _primitive_of(LATENT, _why_not_latent, local_ops.takes_all)
