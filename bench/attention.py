@@ -26,12 +26,6 @@ and with windows, softcaps and heads that cuDNN's parts do not take (list "maske
     J       jflux.attention, by its own kernels
     X       the same with jflux.config(fused=False), in XLA's operations
 
-and for decoding, one query of each sequence over a cache that is split over the ranks:
-
-    J       jflux.flash_decode
-    G       jax.nn.dot_product_attention on one GPU, divided by the ranks
-
-where `read` is the time in which a copy reads a rank's part of the cache, at MEMORY bytes a second.
 Values are compared to float64 before anything is timed, on positions and heads drawn at random.
 """
 
@@ -54,7 +48,6 @@ import jflux
 from jflux._tools import trials
 
 from . import attention_peers, command, peers, rates
-from .moe import MEMORY
 from .peers import Unavailable
 
 
@@ -68,7 +61,6 @@ class Case:
     groups: int
     causal: bool
     batch: int = 1
-    decode: bool = False
     width: int = 128
     window: int | None = None  # of positions before a query's own
     softcap: float | None = None
@@ -81,17 +73,12 @@ class Case:
     @property
     def flops(self) -> float:
         """Of the forward pass, over all ranks."""
-        queries = 1 if self.decode else self.positions
         keys: float = self.positions
-        if self.causal and not self.decode:
+        if self.causal:
             keys = self.positions / 2
             if self.window is not None:
                 keys = self.window * (1 - self.window / (2 * self.positions))
-        return 4.0 * self.batch * self.heads * queries * keys * self.width
-
-    @property
-    def cache_bytes(self) -> float:
-        return 2.0 * 2 * self.batch * self.positions * self.groups * self.width
+        return 4.0 * self.batch * self.heads * self.positions * keys * self.width
 
 
 LISTS: dict[str, list[Case]] = {
@@ -112,10 +99,6 @@ LISTS: dict[str, list[Case]] = {
         Case("8192, 64 elements, window 1024", 8192, 32, 8, True, width=64, window=1024),
         Case("8192, 256 elements, softcap 50", 8192, 16, 8, True, width=256, softcap=50.0),
     ],
-    "decode": [
-        Case("decode 8 x 32768", 32768, 64, 8, False, batch=8, decode=True),
-        Case("decode 1 x 131072", 131072, 64, 8, False, decode=True),
-    ],
 }
 HEADS = ("U", "JU")  # contestants that exchange heads
 #: Options of the forms that a call may take.
@@ -129,12 +112,11 @@ SEQUENCE, PAIR = P(None, "cp"), P(None, None, "cp")
 
 
 def operands(case: Case, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
-    """q [B, S, H, D] (one position if decoding), and keys and values [2, B, S, G, D]."""
-    queries, spec = (1, P()) if case.decode else (case.positions, SEQUENCE)
-    q = (case.batch, queries, case.heads, case.width)
+    """q [B, S, H, D], and keys and values [2, B, S, G, D]."""
+    q = (case.batch, case.positions, case.heads, case.width)
     kv = (2, case.batch, case.positions, case.groups, case.width)
     return (
-        trials.normal(mesh, spec, q, jnp.bfloat16, seed=1),
+        trials.normal(mesh, SEQUENCE, q, jnp.bfloat16, seed=1),
         trials.normal(mesh, PAIR, kv, jnp.bfloat16, seed=2),
     )
 
@@ -144,9 +126,6 @@ def operands(case: Case, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
 
 def split(case: Case, **options: Any) -> Callable[..., jax.Array]:
     """jflux's, of one rank's q and kv."""
-    if case.decode:
-        lengths = jnp.full((case.batch,), case.positions, jnp.int32)
-        return lambda q, kv: jflux.flash_decode(q[:, 0], *kv, lengths, axis_name="cp")[:, None]
     if case.masked:
         options |= {"softcap": case.softcap, "window": case.window and (case.window, 0)}
     return lambda q, kv: jflux.attention(q, *kv, axis_name="cp", causal=case.causal, **options)
@@ -156,7 +135,7 @@ def plain(case: Case) -> Callable[..., jax.Array]:
     """All of it on one device."""
     implementation: Any = "cudnn" if jax.default_backend() == "gpu" else None
     return lambda q, kv: jax.nn.dot_product_attention(
-        q, *kv, is_causal=case.causal and not case.decode, implementation=implementation
+        q, *kv, is_causal=case.causal, implementation=implementation
     )
 
 
@@ -205,8 +184,6 @@ def with_gradients(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 def contestants(case: Case, ranks: int) -> dict[str, Callable[..., jax.Array]]:
     """Of one rank's q and kv. A ring of one rank is none, and with a window cuDNN computes it."""
-    if case.decode:
-        return {"J": split(case)}
     forward = {"J": split(case, form="gather")}
     if case.masked:
         forward["X"] = forward["J"]
@@ -230,39 +207,43 @@ def contestants(case: Case, ranks: int) -> dict[str, Callable[..., jax.Array]]:
 # ---- Values --------------------------------------------------------------------------------------
 
 
+def error_of(y: Any, scores: np.ndarray, values: np.ndarray) -> float:
+    """The largest error of a query's result y [D], given its scores [S] and values [S, D] in
+    float64, in units of bfloat16's rounding of the result."""
+    p = np.exp(scores - scores.max())
+    wanted = p @ values / p.sum()
+    # Probabilities are rounded too: their errors average over the keys.
+    bound = 2.0**-8 * (np.abs(wanted) + np.abs(wanted).max())
+    return float((np.abs(np.asarray(y, np.float64) - wanted) / bound).max())
+
+
 def check(
     case: Case, f: Any, mesh: Mesh, q: jax.Array, kv: jax.Array, zigzag: bool = True
 ) -> float:
-    """A contestant's largest error over positions and heads drawn at random, in units of bfloat16's
-    rounding of the result."""
+    """A contestant's largest error (`error_of`) over positions and heads drawn at random."""
     ranks = mesh.size
     arrays = q, kv
-    zigzag = zigzag and not case.decode
     if zigzag:
         arrays = jflux.reorder_for_causal(q, ranks), jflux.reorder_for_causal(kv, ranks, axis=2)
-    spec = P() if case.decode else SEQUENCE
-    program = jax.shard_map(f, mesh=mesh, in_specs=(spec, PAIR), out_specs=spec, check_vma=False)
+    program = jax.shard_map(
+        f, mesh=mesh, in_specs=(SEQUENCE, PAIR), out_specs=SEQUENCE, check_vma=False
+    )
     y = jax.jit(program)(*arrays)
     y = jflux.restore_order(y, ranks) if zigzag else y
     rng = np.random.default_rng(0)
     worst = 0.0
     for _ in range(12):
         b, head = int(rng.integers(case.batch)), int(rng.integers(case.heads))
-        at = 0 if case.decode else int(rng.integers(case.positions))
+        at = int(rng.integers(case.positions))
         group = head * case.groups // case.heads
         keys, values = (np.asarray(kv[i, b, :, group], np.float64) for i in range(2))
         scores = keys @ np.asarray(q[b, at, head], np.float64) / case.width**0.5
         if case.softcap is not None:
             scores = case.softcap * np.tanh(scores / case.softcap)
-        if case.causal and not case.decode:
+        if case.causal:
             first = 0 if case.window is None else max(0, at - case.window)
             scores, values = scores[first : at + 1], values[first : at + 1]
-        p = np.exp(scores - scores.max())
-        wanted = p @ values / p.sum()
-        error = np.abs(np.asarray(y[b, at, head], np.float64) - wanted)
-        # Probabilities are rounded too: their errors average over the keys.
-        bound = 2.0**-8 * (np.abs(wanted) + np.abs(wanted).max())
-        worst = max(worst, float((error / bound).max()))
+        worst = max(worst, error_of(y[b, at, head], scores, values))
     return worst
 
 
@@ -309,22 +290,21 @@ def measure(
     for options in (CHOICES[name] for name in CHOICES if name in forms):
         in_zigzag = "layout" not in options
         error = max(error, check(case, split(case, **options), mesh, q, kv, zigzag=in_zigzag))
-    if not case.decode and ranks > 1 and not case.brief:
+    if ranks > 1 and not case.brief:
         window = {} if case.masked else {"window": case.positions}
         error = max(error, check(case, split(case, form="gather", **window), mesh, q, kv))
     if not error <= 2:
         raise RuntimeError(f"{case.name}: an error of {error:.3g} times its bound")
     iterations = trials.iterations_for(0.05, case.flops / ranks)
-    spec = P() if case.decode else SEQUENCE
     programs = {}
     for name, f in forms.items():
         with jflux.config(fused=not name.startswith("X")):
             loop = trials.loop(f, iterations)
-            programs[name] = trials.lowered(loop, mesh, (spec, PAIR), spec, q, kv)
+            programs[name] = trials.lowered(loop, mesh, (SEQUENCE, PAIR), SEQUENCE, q, kv)
     whole_q, whole_kv = operands(case, one)
-    on_one = {} if case.masked or case.brief else {"G": whole(plain(case))}
-    if on_one and not case.decode:
-        on_one["G f+b"] = whole(with_gradients(plain(case)))
+    on_one = {}
+    if not (case.masked or case.brief):
+        on_one = {"G": whole(plain(case)), "G f+b": whole(with_gradients(plain(case)))}
     for name, f in on_one.items():
         programs[name] = jax.jit(trials.loop(f, iterations)).lower(whole_q, whole_kv)
     products = {name: p.compile() for name, p in programs.items() if name.startswith("X")}
@@ -334,17 +314,14 @@ def measure(
         name: trials.run_of(compiled[name], *((whole_q, whole_kv) if name in on_one else (q, kv)))
         for name in programs
     }
-    if not case.decode and not case.masked:
+    if not case.masked:
         runs |= _others(case, others, mesh, iterations, (q, kv), (whole_q, whole_kv))
     timings = trials.interleave(runs, iterations, rounds)
     for name, timing in timings.items():
         flops = case.flops * (3.5 if "f+b" in name else 1)
         share = 1 if name.startswith(ON_ONE) else ranks
         rates.check((case.name, name), timing.median, flops=flops / share)
-    kind = jax.devices()[0].device_kind
-    memory = next((b for name, b in MEMORY.items() if kind.startswith(name)), None)
-    bound = case.cache_bytes / ranks / memory if case.decode and memory else None
-    return {"case": dataclasses.asdict(case), "error": error, "bound": bound} | {
+    return {"case": dataclasses.asdict(case), "error": error} | {
         name: dataclasses.asdict(timing) for name, timing in timings.items()
     }
 
@@ -361,7 +338,6 @@ HEADING = " | ".join(
         *(f"{c} ms" for c in COLUMNS),
         *(f"{c.replace(c.split()[0], c.split()[0] + '/N', 1)} ms" for c in DIVIDED),
         "best / J",
-        "read ms",
         "error",
     )
 )
@@ -376,7 +352,6 @@ def cells(row: dict[str, Any], ranks: int) -> list[str]:
         row["case"]["name"], *(f"{ms[c]:.3f}" if c in ms else "" for c in COLUMNS),
         *(f"{whole[c]:.3f}" if c in whole else "" for c in DIVIDED),
         f"{min(others) / ms['J']:.2f}" if "J" in ms and others else "",
-        f"{row['bound'] * 1e3:.3f}" if row["bound"] else "",
         f"{row['error']:.2f}",
     ]  # fmt: skip
 
@@ -385,7 +360,7 @@ def table(ranks: int) -> command.Table:
     return command.Table(
         "attention", lambda row: Case(**row["case"]), lambda _: HEADING,
         command.joined(lambda row: cells(row, ranks)),
-        lambda row: () if row["case"]["decode"] else ("J f+b",),
+        lambda row: ("J f+b",),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from . import (
     collectives,
     compare,
     experts,
+    flash_decode,
     grids,
     mixtures,
     moe,
@@ -25,6 +26,7 @@ from .shapes import Shape
 #: The kinds of results whose rows are cases by name, with the cases that a whole run has.
 CASES = {
     "attention": [case.name for cases in attention.LISTS.values() for case in cases],
+    "flash_decode": [case.name for cases in flash_decode.LISTS.values() for case in cases],
     "experts": [case.name for cases in experts.LISTS.values() for case in cases],
     "gathered": [case.name for cases in mixtures.LISTS.values() for case in cases],
     "scattered": [case.name for cases in mixtures.LISTS.values() for case in cases],

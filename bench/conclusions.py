@@ -23,8 +23,14 @@ def _op(row: Row) -> str:
     return row["op"].replace("all_gather, reduce_scatter", "all_gather and reduce_scatter")
 
 
-def _attention(row: Row) -> str:
-    return "flash_decode" if row["case"]["decode"] else "attention"
+def _decoding(row: Row) -> str:
+    cache = row["case"]["cache"]
+    return "flash_decode" if cache == "bfloat16" else f"flash_decode, {cache} cache"
+
+
+def _decoding_on_one(row: Row) -> str:
+    what = "cuDNN's" if row["case"]["cache"] == "bfloat16" else "einsums"
+    return f"{what} on one GPU / N"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Pair:
 
     what: str | Callable[[Row], str]
     ours: tuple[str, ...]
-    against: str
+    against: str | Callable[[Row], str]
     theirs: tuple[str, ...]
     form: str = ""
     whole: bool = False
@@ -66,7 +72,7 @@ PAIRS: dict[str, list[Pair]] = {
         pair
         for form in ("", " f+b")
         for pair in (
-            Pair(_attention, ("J",), "cuDNN's on one GPU / N", ("G",), form, whole=True),
+            Pair("attention", ("J",), "cuDNN's on one GPU / N", ("G",), form, whole=True),
             Pair("attention with masks", ("J",), "its own form in XLA's operations", ("X",), form),
             Pair("attention", ("J",), "an all-gather and cuDNN", ("A",), form),
             Pair("attention", ("J",), "Ulysses in plain JAX", ("U",), form),
@@ -77,6 +83,7 @@ PAIRS: dict[str, list[Pair]] = {
             ),
         )
     ],
+    "flash_decode": [Pair(_decoding, ("1",), _decoding_on_one, ("G",), whole=True)],
     "moe": [
         Pair("grouped_matmul", ("J",), "`lax.ragged_dot`", ("S",)),
         Pair("grouped_matmul", ("J",), "`lax.ragged_dot`", ("S",), " f+b"),
@@ -200,13 +207,16 @@ def compared(
                     ours = _least(row, pair.ours, pair.form)
                     theirs = _least(row, pair.theirs, pair.form)
                     if ours and theirs:
-                        what = pair.what if isinstance(pair.what, str) else pair.what(row)
+                        what, against = (
+                            name if isinstance(name, str) else name(row)
+                            for name in (pair.what, pair.against)
+                        )
                         what += pair.form.replace(" ", ", ")
                         part = ranks if pair.whole else 1
                         other = theirs["median"] / part
                         days = (c.since for c in changes_after(name, kind, row, machine))
                         yield Compared(
-                            what, pair.against, ranks, ours["median"] / other, _row_name(kind, row),
+                            what, against, ranks, ours["median"] / other, _row_name(kind, row),
                             ours["median"], other,
                             ours.get("low", 0) <= theirs.get("high", other) / part,
                             name, row.get("date", machine.get("date", "")), machine,

@@ -100,12 +100,6 @@ CHANGES = (
         "([0053](experiments/0053-operand-rows.md))",
         where=lambda row: bool(row["n"] % 64 or row["k"] % 64),
     ),
-    Change(
-        "2026-11-29", ("attention",),
-        "a query of decoding took a whole warp's 16 rows; on one H200 1.05 times as long "
-        "([0040](experiments/0040-flash-decode.md#several-tokens-and-caches-of-8-bits))",
-        where=lambda row: bool(row["case"].get("decode")),
-    ),
 )  # fmt: skip
 
 

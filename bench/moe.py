@@ -13,9 +13,9 @@ rows in one group:
     J f+b   J forward and backward (x's and w's gradients); S f+b and X f+b likewise
     T, P    tokamax's and PyTorch's (bench/moe_peers.py), where they are asked for and installed
 
-`read` is the time in which a copy reads the weights of the groups with rows, at MEMORY bytes a
-second; what only reads may be a few per cent faster. Values are compared to float64 before anything
-is timed, on rows and groups drawn at random.
+`read` is the time in which a copy reads the weights of the groups with rows (bench/rates.py); what
+only reads may be a few per cent faster. Values are compared to float64 before anything is timed, on
+rows and groups drawn at random.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ from jflux._tools import trials
 
 from . import command, moe_peers, peers, rates
 from .peers import Unavailable
-
-MEMORY = {"NVIDIA H100": 3.0e12, "NVIDIA H200": 4.3e12}  # bytes a second, as copies reach
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,9 +210,7 @@ def measure(
         rates.check(
             (case.name, name), timing.median, flops=case.flops * (3 if "f+b" in name else 1)
         )
-    kind_of_gpu = jax.devices()[0].device_kind
-    memory = next((b for name, b in MEMORY.items() if kind_of_gpu.startswith(name)), float("nan"))
-    bound = 2.0 * case.k * case.n * int((counts > 0).sum()) / memory
+    bound = rates.read_seconds(2.0 * case.k * case.n * int((counts > 0).sum()))
     return {
         "case": dataclasses.asdict(case), "sizes": kind, "error": error, "bound": bound,
     } | {name: dataclasses.asdict(t) for name, t in timings.items()}  # fmt: skip
@@ -257,7 +253,8 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [
         row["case"]["name"], row["sizes"], *(f"{ms[c]:.3f}" if c in ms else "" for c in COLUMNS),
         *ratios,
-        f"{flops / ms['J'] / 1e9:.0f}", f"{row['bound'] * 1e3:.3f}", f"{row['error']:.2f}",
+        f"{flops / ms['J'] / 1e9:.0f}",
+        f"{row['bound'] * 1e3:.3f}" if row["bound"] else "", f"{row['error']:.2f}",
     ]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from .shapes import Shape
 # By how a GPU's name begins ("NVIDIA H100 80GB HBM3"), from NVIDIA's data sheets: dense 16-bit
 # FLOP/s, and bytes a second over all NVLinks in one direction.
 PEAKS = {"NVIDIA H100": (989e12, 450e9), "NVIDIA H200": (989e12, 450e9)}
+MEMORY = {"NVIDIA H100": 3.0e12, "NVIDIA H200": 4.3e12}  # bytes a second, as copies reach
 
 
 @functools.cache
@@ -23,6 +24,14 @@ def peaks(kind: str) -> tuple[float, float]:
     if jax.default_backend() != "cpu":
         print(f"rates are not checked: bench/rates.py does not know {kind}", file=sys.stderr)
     return float("inf"), float("inf")
+
+
+def read_seconds(count: float) -> float | None:
+    """The time in which a copy reads so many bytes, at MEMORY bytes a second; None if this kind of
+    GPU is not in there."""
+    kind = jax.devices()[0].device_kind
+    memory = next((rate for name, rate in MEMORY.items() if kind.startswith(name)), None)
+    return count / memory if memory else None
 
 
 def least_link_bytes(shape: Shape, ranks: int) -> float:

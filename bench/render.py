@@ -259,7 +259,7 @@ TABLES = {
     "slower": ("Where jflux is slower", ()),
     "ops": ("Ops", ("xla", "scaled")),
     "models": ("Models", ("blocks", "grids", "decode", "maxtext")),
-    "attention": ("Attention", ("attention",)),
+    "attention": ("Attention", ("attention", "flash_decode")),
     "experts": ("Mixtures of experts", ("moe", "experts", "gathered", "scattered")),
     "collectives": ("Collectives", ("collectives", "accuracy")),
     "products": ("Products alone", ("products",)),

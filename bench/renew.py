@@ -41,6 +41,7 @@ RUNS = {
     "gathered": "bench.gathered --ranks {ranks}",
     "scattered": "bench.scattered --ranks {ranks}",
     "attention": "bench.attention --ranks {ranks} --peers transformer_engine,flash_attn3",
+    "flash_decode": "bench.flash_decode --ranks {ranks}",
     "maxtext": "bench.maxtext --ranks {ranks}",  # needs the package
     "scaled": "bench.scaled --ranks {ranks} --peers torch",
     "scaled_products": "bench.scaled --ranks 1 --peers torch",  # of one GPU

@@ -43,7 +43,6 @@ import jflux
 from jflux._tools import trials
 
 from . import command, peers, rates
-from .moe import MEMORY
 from .products import OF_RANKS
 from .scaled_calls import FORMS, MATMUL, Data, contestants
 from .shapes import AG, RS, Shape, of_row
@@ -150,7 +149,7 @@ def measure(
                 print(f"{shape}, {name}: not available, {e}", file=sys.stderr)
     row = dataclasses.asdict(shape) | {
         "paths": paths, "errors": errors, "flops": shape.flops(ranks),
-        "read": read_seconds(shape.n * shape.k / ranks),
+        "read": rates.read_seconds(shape.n * shape.k / ranks),
     }  # fmt: skip
     for name, timing in trials.interleave(runs, iterations, rounds).items():
         check_rate(shape, ranks, name, timing.median)
@@ -167,13 +166,6 @@ def of_torch(shape: Shape, ranks: int) -> dict[str, dict[str, Any]]:
         for name in names
         for form in OF_TORCH[name]
     }
-
-
-def read_seconds(weights: float) -> float | None:
-    """The time in which a copy reads so many bytes."""
-    kind = jax.devices()[0].device_kind
-    memory = next((rate for name, rate in MEMORY.items() if kind.startswith(name)), None)
-    return weights / memory if memory else None
 
 
 def check_rate(shape: Shape, ranks: int, name: str, seconds: float) -> None:

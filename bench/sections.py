@@ -14,6 +14,7 @@ from . import (
     collectives,
     decode,
     experts,
+    flash_decode,
     gathered,
     grids,
     maxtext,
@@ -204,16 +205,34 @@ SECTIONS: dict[str, Section] = {
             "f+b is forward and backward. J is `jflux.attention`, keys and values gathered, and "
             "`ring` the same around a ring; K forces its own kernels where cuDNN computes J. A is "
             "an all-gather and cuDNN, X is J in XLA's operations, G / N cuDNN on one GPU, divided "
-            "by the ranks. `read` is the time in which a copy reads a rank's part of a cache, "
-            "`error` in multiples of its bound. U is Ulysses in plain JAX (`lax.all_to_all` of "
-            "heads, cuDNN, and back), JU `jflux.ulysses_attention`. `auto` is the form that "
-            '`jflux.attention` chooses, and `JU zigzag` `form="ulysses"`, both in zigzag order; '
-            "`own auto` and `own gather` are in the sequence's own order. Empty fields do not "
-            "apply or were not timed."
+            "by the ranks. `error` is in multiples of its bound. U is Ulysses in plain JAX "
+            "(`lax.all_to_all` of heads, cuDNN, and back), JU `jflux.ulysses_attention`. `auto` is "
+            'the form that `jflux.attention` chooses, and `JU zigzag` `form="ulysses"`, both in '
+            "zigzag order; `own auto` and `own gather` are in the sequence's own order. Empty "
+            "fields do not apply or were not timed."
         ),
         lambda result: filled_table(
             attention.HEADING.split(" | "),
             [attention.cells(row, ranks_of(result)) for row in result["attention"]],
+        ),
+    ),
+    "flash_decode": Section(
+        _of("Decoding over a split cache, milliseconds"),
+        "flash_decode",
+        _always(
+            "Sequences x positions of all ranks: 64 heads of queries over 8 of 128 elements, in "
+            "bfloat16 and in e4m3 with a float32 scale for each position's head; `latent` has keys "
+            "of 576 elements, whose first 512 are values, for all heads. 1 to 16 are new tokens of "
+            "each sequence, by `jflux.flash_decode`. `part` is one token and a rank's part alone, "
+            "not merged. G / N is one token on one GPU, divided by the ranks: cuDNN in bfloat16, "
+            "else einsums, of a cache dequantised in the program. `G / 1` is that over the first "
+            "column. `read` is the time in which a copy reads a rank's part of the cache, or in "
+            "which the tensor cores multiply it, if that is longer; `error` is in multiples of its "
+            "bound."
+        ),
+        lambda result: filled_table(
+            flash_decode.HEADING.split(" | "),
+            [flash_decode.cells(row, ranks_of(result)) for row in result["flash_decode"]],
         ),
     ),
     "moe": Section(

@@ -39,6 +39,7 @@ from bench import (  # noqa: E402
     decode,
     earlier,
     experts,
+    flash_decode,
     gathered,
     grids,
     harness,
@@ -245,16 +246,23 @@ def test_conclusions_compare_every_row():
         for row in r["rows"]
     ]  # fmt: skip
     assert collections.Counter(rows) == {op: counts[op] for op in set(rows)}
-    assert {c.what for c in found} >= {"attention, f+b", "flash_decode", "ragged_all_to_all"}
+    assert {c.what for c in found} >= {"attention, f+b", "ragged_all_to_all"}
 
     one, two = shapes.LISTS["flux"][:2]
     result = _of_shapes("2 x NVIDIA H200", [one, two])  # J 2 ms, S 3 ms
     result["rows"][1]["J"] = _timing(6e-3)
     line = conclusions.table([("2xh200", result)]).splitlines()[-1]
     assert line == f"| {one.op} | XLA's own sequence | **1.33** (0.67&nbsp;to&nbsp;2.00) | 2 | 1 |"
-    attention = {"case": {"name": "A", "decode": False}, "J": _timing(2e-3), "G": _timing(8e-3)}
-    result = {"machine": result["machine"], "attention": [attention]}
-    assert conclusions.table([("a", result)]).endswith("cuDNN's on one GPU / N | 0.50 | 1 |")
+    case = {"name": "A", "cache": "bfloat16"}
+    rows = [
+        {"case": case | {"cache": cache}, "1": _timing(2e-3), "G": _timing(seconds)}
+        for cache, seconds in (("bfloat16", 8e-3), ("latent", 2e-2))
+    ]
+    result = {"machine": result["machine"], "flash_decode": rows}
+    assert conclusions.table([("a", result)]).splitlines()[-2:] == [
+        "| flash_decode | cuDNN's on one GPU / N | 0.50 | 1 |",
+        "| flash_decode, latent cache | einsums on one GPU / N | 0.20 | 1 |",
+    ]
 
 
 def test_every_row_in_which_jflux_is_slower_is_listed():
@@ -825,9 +833,9 @@ def test_rows_that_lack_a_newer_contestant_are_measured_again(tmp_path, monkeypa
 
 TABLES = {
     "rows": bench_of_shapes, "accuracy": accuracy, "attention": attention, "blocks": blocks,
-    "collectives": collectives, "decode": decode, "experts": experts, "gathered": gathered,
-    "grids": grids, "maxtext": maxtext, "moe": moe, "products": products, "scaled": scaled,
-    "scattered": scattered, "xla": xla,
+    "collectives": collectives, "decode": decode, "experts": experts, "flash_decode": flash_decode,
+    "gathered": gathered, "grids": grids, "maxtext": maxtext, "moe": moe, "products": products,
+    "scaled": scaled, "scattered": scattered, "xla": xla,
 }  # fmt: skip
 
 
@@ -964,13 +972,46 @@ def test_attentions_that_are_not_installed_are_named(capsys):
     assert said == "Transformer Engine: not installed\nflash-attn3-jax: not installed\n"
 
 
-def test_decoding_is_checked_and_timed():
+@pytest.fixture
+def few_tokens(monkeypatch):
+    monkeypatch.setattr(flash_decode, "TOKENS", (1, 4))
+    monkeypatch.setattr(trials, "iterations_for", lambda seconds, flops: 2)
+    monkeypatch.setattr(trials, "CALLS_IN_A_BODY", 1)
+
+
+@pytest.mark.parametrize("cache", ["bfloat16", "e4m3", "latent"])
+def test_decoding_is_checked_and_timed(cache, few_tokens, monkeypatch):
+    monkeypatch.setattr(rates, "read_seconds", lambda count: count / 1e12)
     ranks = min(2, RANKS)
-    case = attention.Case("tiny", 16 * ranks, 4, 2, False, batch=2, decode=True, width=64)
-    row = attention.measure(case, ranks, rounds=1)
+    row = flash_decode.measure(flash_decode.Case("tiny", 2, 16 * ranks, cache, 16), ranks, rounds=1)
     assert 0 < row["error"] <= 2
-    assert row["J"]["median"] > 0 and row["G"]["median"] > 0
-    assert len(attention.cells(row, ranks)) == len(attention.HEADING.split(" | "))
+    assert {*row} == {"case", "error", "bound", "1", "4", "G", *(["part"] if ranks > 1 else [])}
+    elements = 576 if cache == "latent" else 2 * 8 * 128
+    size = {"e4m3": elements + 2 * 8 * 4}.get(cache, 2 * elements)
+    assert row["bound"] == pytest.approx(2 * 16 * size / 1e12)
+    cells = dict(
+        zip(flash_decode.HEADING.split(" | "), flash_decode.cells(row, ranks), strict=True)
+    )
+    assert cells["G/N ms"] == f"{row['G']['median'] * 1e3 / ranks:.3f}" and cells["2 ms"] == ""
+    machine = {"gpus": f"{ranks} x X", "processes": 1}
+    text = document([("d", {"machine": machine, "flash_decode": [json.loads(json.dumps(row))]})])
+    assert f"| {' | '.join(filter(None, cells.values()))} |" in text
+
+
+@pytest.mark.parametrize("wrong", ["1", "G"])
+def test_decoding_that_is_wrong_is_not_timed(wrong, few_tokens, monkeypatch):
+    def other(*args):
+        return lambda q, cache: q
+
+    monkeypatch.setattr(flash_decode, {"1": "decode", "G": "on_one"}[wrong], other)
+    with pytest.raises(RuntimeError, match=f"tiny, {wrong}: an error of .* times its bound"):
+        flash_decode.measure(flash_decode.Case("tiny", 2, 32, "bfloat16", 16), min(2, RANKS), 1)
+
+
+def test_every_call_of_decoding_has_another_query():
+    """All of the last result, and of a latent query what it does not replace."""
+    q, y = jnp.arange(6.0).reshape(1, 1, 1, 6), -jnp.ones((1, 1, 1, 4))
+    assert flash_decode.handed_on(q, y)[0, 0, 0].tolist() == [-1, -1, -1, -1, 4, 5]
 
 
 def test_decoding_with_a_cache_is_checked_and_timed(monkeypatch):

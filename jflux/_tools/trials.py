@@ -159,16 +159,22 @@ def loop(
     op: Callable[[jax.Array, jax.Array], jax.Array],
     iterations: int,
     linked: Callable[[Any, Any], Any] = with_corner,
+    linked_w: Callable[[Any, Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """`iterations` calls in a row; each one's input takes an element of the last one's output, by
-    `linked`."""
+    `linked`. w takes one by `linked_w`, and may then be a pytree. Without it a w that is padded
+    takes one by `linked`, or XLA would pad it once for all calls."""
+
+    def w_after(w: Any, y: Any) -> Any:
+        if linked_w is not None:
+            return linked_w(w, y)
+        is_padded = any(size * w.dtype.itemsize % _native.VECTOR_BYTES for size in w.shape)
+        return linked(w, y) if is_padded else w
 
     def step(carry: Any) -> Any:
         x, w, y = carry
-        # x varies with y: no call can be left out or moved. A w that is padded does so too, or XLA
-        # would pad it once for all calls.
-        is_padded = any(size * w.dtype.itemsize % _native.VECTOR_BYTES for size in w.shape)
-        x, w = linked(x, y), linked(w, y) if is_padded else w
+        # x varies with y: no call can be left out or moved.
+        x, w = linked(x, y), w_after(w, y)
         return x, w, op(x, w)
 
     def steps(count: int, carry: Any) -> Any:
@@ -213,13 +219,17 @@ def compiled(
     return program.compile(compiler_options=options)
 
 
-def compile_at_once(programs: Mapping[str, Any], threads: int = 8) -> dict[str, Any]:
-    """Compiles lowered programs, several at the same time in one process. Not for those with
-    products of XLA's that are compared with others: XLA tries its products' algorithms on the
-    device while it compiles, and would find them slowed down by one another."""
+def compile_at_once(
+    programs: Mapping[str, Any], threads: int = 8, options: dict[str, str | bool] | None = None
+) -> dict[str, Any]:
+    """Compiles lowered programs, with these options of XLA, several at the same time in one
+    process. Not for those with products of XLA's that are compared with others: XLA tries its
+    products' algorithms on the device while it compiles, and would find them slowed down by one
+    another."""
     threads = threads if jax.process_count() == 1 else 1
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        return dict(zip(programs, pool.map(lambda p: p.compile(), programs.values()), strict=True))
+        compiled = pool.map(lambda p: p.compile(compiler_options=options), programs.values())
+        return dict(zip(programs, compiled, strict=True))
 
 
 def run_of(program: Callable[..., Any], *args: Any) -> Callable[[], None]:
