@@ -284,8 +284,7 @@ def cells(row: command.Row, ranks: int) -> list[str]:
 def main() -> int:
     args = command.parse(__doc__, lists=",".join(LISTS))
     jflux.init(heap_bytes=1 << 30)
-    # Kernels are compared with float64 here.
-    jflux.config.update(strict=True, unchecked_kernels=True)
+    jflux.config.update(strict=True)
     table = command.Table(
         "flash_decode", lambda row: Case(**row["case"]), lambda _: HEADING,
         command.joined(lambda row: cells(row, args.ranks)),

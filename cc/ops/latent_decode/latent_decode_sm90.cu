@@ -3,14 +3,14 @@
 //
 //   0        loads: queries, then tiles of 64 positions into a ring of two stages, by cp.async,
 //            since the rows of pages lie anywhere
-//   1 and 2  consumers: wgmma. Both have all 64 queries: of the scores of a tile each has 32 of its
-//            positions, and of the result each has 256 columns
+//   1 and 2  consumers: wgmma. Each has 256 columns of the result. The first one also has the
+//            scores: it writes a tile's probabilities to shared memory, from where both multiply
+//            them with their columns of the values
 //
-// A consumer computes its scores of a tile, and both exchange their rows' maxima. Then each writes
-// its probabilities to shared memory, and multiplies all 64 with its columns of the values. While
-// they compute with one stage, the other one is filled: with up to 64 queries of a sequence, memory
-// is slower than that. (A consumer per tile, whose scores overlap with the other's values, needs
-// both stages at once.)
+// While the second consumer adds a tile's values, the first one computes the next tile's scores,
+// which begin in the tensor cores behind its own values. A tile takes these 2,176 cycles. (Scores
+// of half of the positions by each consumer read all queries twice: shared memory was the limit,
+// and a tile took 4,800 cycles.)
 //
 // Rows lie in shared memory as nine boxes of 64 elements, [64 rows][128 bytes], in the swizzle that
 // wgmma reads: operands of scores, over elements, and eight of them of the values, over positions.
@@ -34,7 +34,7 @@ namespace {
 using attention::FirstRow, attention::HalfOf, attention::WarpArrive;
 using namespace decode;
 
-constexpr int kQueries = 64, kKeys = 64, kOfConsumer = 32;  // keys whose scores a consumer has
+constexpr int kQueries = 64, kKeys = 64;
 constexpr int kBoxes = kLatentWidth / 64, kValueBoxes = kLatentValues / 64;
 constexpr int kBoxBytes = 64 * 128, kTileBytes = kBoxes * kBoxBytes;
 constexpr int kStages = 2;
@@ -42,21 +42,26 @@ constexpr int kLoadThreads = 128, kConsumerThreads = 256, kConsumerWarps = 8;
 constexpr attention::Registers kRegisters{56, 224};
 static_assert(attention::Registers::Fit(kRegisters));
 
-// Named barriers of the consumers.
-constexpr int kMaximaBarrier = 1, kWeightsBarrier = 2;
+// Named barriers. A stage's probabilities are there: one for each stage, which is not filled again
+// before the second consumer has come to it.
+__device__ int WeightsBarrier(int stage) { return 1 + stage; }
+constexpr int kTotalsBarrier = 1 + kStages, kFirstBarrier = 2 + kStages;
+constexpr int kTotals = kStages;  // place of the rows' totals, behind the stages' factors
 
 struct Smem {
-  static constexpr int kMaxima = (1 + kStages) * kTileBytes, kRows = kMaxima + 2 * kQueries * 4;
-  static constexpr int kBarriers = kRows + kStages * 16, kBytes = kBarriers + 2 * kStages * 8;
+  static constexpr int kFactors = (1 + kStages) * kTileBytes;
+  static constexpr int kRows = kFactors + (kStages + 1) * kQueries * 4,
+                       kBarriers = kRows + kStages * 16;
+  static constexpr int kBytes = kBarriers + 2 * kStages * 8;
   static_assert(kBytes <= kHopper.smem_bytes);
   uint32_t base;
 
   __device__ uint32_t Q() const { return base; }
   __device__ uint32_t K(int stage) const { return base + (1 + stage) * kTileBytes; }
   __device__ uint32_t Weights(int stage) const { return K(stage) + kValueBoxes * kBoxBytes; }
-  // Of each row, from each consumer.
-  __device__ uint32_t Maximum(int consumer, int row) const {
-    return base + kMaxima + (consumer * kQueries + row) * 4;
+  // What a row's result is multiplied by before a stage's values are added; at kTotals its total.
+  __device__ uint32_t Factor(int stage, int row) const {
+    return base + kFactors + (stage * kQueries + row) * 4;
   }
   // Which of 16 rows of a stage are there: a bit of each.
   __device__ uint32_t Rows(int stage, int word) const {
@@ -124,28 +129,27 @@ __device__ void RunLoads(const FlashDecodeArgs& args, const Item& item, const Sm
 
 // ---- Consumers ----------------------------------------------------------------------------------
 
-// The scores of all queries with this consumer's positions of a tile, less their scale.
+using Out = float[kLatentValues / 4];  // a thread's: two rows of a consumer's 256 columns
+using Tile = float[kKeys / 2];         // and of a tile's scores
+
+// Begins the scores of all queries with a tile's positions, less their scale.
 template <typename T>
-__device__ void Scores(const Smem& smem, int stage, int consumer, float (&s)[kOfConsumer / 2]) {
-  const uint32_t keys = smem.K(stage) + consumer * kOfConsumer * 128;
+__device__ void BeginScores(const Smem& smem, int stage, Tile& s) {
   wgmma::Fence();
 #pragma unroll
   for (int k = 0; k < kLatentWidth / 16; ++k) {
     const uint32_t at = k / 4 * kBoxBytes + k % 4 * 32;
     wgmma::Multiply<0, 0>(static_cast<const T*>(nullptr), s,
                           wgmma::Descriptor(smem.Q() + at, 16, 1024),
-                          wgmma::Descriptor(keys + at, 16, 1024), k > 0);
+                          wgmma::Descriptor(smem.K(stage) + at, 16, 1024), k > 0);
   }
   wgmma::Commit();
   wgmma::Pin(s);
-  wgmma::Wait<0>();
-  wgmma::Pin(s);
 }
 
-// Adds the weighted values of a tile, of this consumer's columns.
+// Begins to add a tile's weighted values, of a consumer's columns.
 template <typename T>
-__device__ void AddValues(const Smem& smem, int stage, int consumer,
-                          float (&out)[kLatentValues / 4]) {
+__device__ void BeginValues(const Smem& smem, int stage, int consumer, Out& out) {
   const uint32_t values = smem.K(stage) + consumer * (kValueBoxes / 2) * kBoxBytes;
   wgmma::Pin(out);
   wgmma::Fence();
@@ -156,132 +160,225 @@ __device__ void AddValues(const Smem& smem, int stage, int consumer,
                           wgmma::Descriptor(values + k * 2048, kBoxBytes, 1024), true);
   }
   wgmma::Commit();
-  wgmma::Wait<0>();
-  wgmma::Pin(out);
 }
 
-template <typename T>
-__device__ void RunConsumer(const FlashDecodeArgs& args, const Item& item, const Smem& smem,
-                            int consumer) {
-  const int lane = threadIdx.x % 32, row = FirstRow();
-  const int32_t tiles = CeilDiv(item.end - item.begin, kKeys);
-  const DecodeBounds bounds = args.arrays.bounds[item.sequence];
-  Query queries[2];
-  Span spans[2];
+// Multiplies a result by its rows' factors, if one of the warp's is not 1.
+__device__ void Rescale(Out& out, const float (&factor)[2]) {
+  if (!__any_sync(0xffffffff, factor[0] != 1 || factor[1] != 1)) return;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    queries[h] = Query::Of<kQueries>(args, item, row + 8 * h);
-    spans[h] = Span::Of(bounds, queries[h].token);
-  }
-  const Span inner = Span::OfAll(args, bounds, item);
-  const bool has_cap = args.softcap > 0;
-  float out[kLatentValues / 4], highest[2] = {-INFINITY, -INFINITY}, total[2];
-#pragma unroll
-  for (float& o : out) o = 0;
-#pragma unroll
-  for (float& t : total) t = item.is_wrong ? NAN : 0.0f;
-  // The row's number from the other consumer, after both have written theirs.
-  const auto exchange = [&](const float (&own)[2], float (&other)[2]) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (lane % 4 == 0)
-        ptx::StoreShared4(smem.Maximum(consumer, row + 8 * h), __float_as_int(own[h]));
-    }
-    ptx::BarrierSync(kMaximaBarrier, kConsumerThreads);
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      other[h] = ptx::LoadSharedFloat(smem.Maximum(1 - consumer, row + 8 * h));
-  };
+  for (int i = 0; i < kLatentValues / 4; ++i) out[i] *= factor[HalfOf(i)];
+}
 
-  Ring<kStages> stages;
-  for (int32_t tile = 0; tile < tiles; ++tile) {
-    const int stage = stages.index;
-    const int32_t first = item.begin + tile * kKeys + kOfConsumer * consumer;
-    ptx::MbarrierWait(smem.Full(stage), stages.parity);
-    ptx::FenceProxyAsyncShared();  // rows came by cp.async
-    float s[kOfConsumer / 2];
-    Scores<T>(smem, stage, consumer, s);
-#pragma unroll
-    for (float& x : s)
-      x = has_cap ? kLog2e * Cap(args.scale * x, args.softcap) : kLog2e * args.scale * x;
-    if (first < inner.begin || first + kOfConsumer > inner.end) {
-#pragma unroll
-      for (int i = 0; i < kOfConsumer / 2; ++i) {
-        const int at = 8 * (i / 4) + 2 * (lane % 4) + i % 2, in_tile = kOfConsumer * consumer + at;
-        const uint32_t there = ptx::LoadShared4(smem.Rows(stage, in_tile / 16));
-        const Span& span = spans[HalfOf(i)];
-        if ((there >> in_tile % 16 & 1) == 0 || first + at < span.begin || first + at >= span.end)
-          s[i] = -INFINITY;
-      }
-    }
-    float own[2] = {highest[0], highest[1]}, other[2], before[2], base[2];
-#pragma unroll
-    for (int i = 0; i < kOfConsumer / 2; ++i) own[HalfOf(i)] = fmaxf(own[HalfOf(i)], s[i]);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      own[h] = fmaxf(own[h], __shfl_xor_sync(0xffffffff, own[h], 1));
-      own[h] = fmaxf(own[h], __shfl_xor_sync(0xffffffff, own[h], 2));
-    }
-    exchange(own, other);  // both have multiplied with the ninth box
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float now = fmaxf(own[h], other[h]);
-      base[h] = now == -INFINITY ? 0.0f : now;
-      before[h] = ptx::Exp2(highest[h] - base[h]);
-      highest[h] = now;
-      total[h] *= before[h];
-    }
-#pragma unroll
-    for (int i = 0; i < kOfConsumer / 2; ++i) {
-      s[i] = ptx::Exp2(s[i] - base[HalfOf(i)]);
-      total[HalfOf(i)] += s[i];
-    }
-#pragma unroll
-    for (int pair = 0; pair < kOfConsumer / 16; ++pair) {
-      const int to = threadIdx.x % 128 / 32 * 16 + lane % 16;
-      const int vector = kOfConsumer / 8 * consumer + 2 * pair + lane / 16;
-      const float* a = &s[8 * pair];
-      ptx::StoreMatrix4(smem.Weights(stage) + to * 128 + ((vector ^ (to & 7)) * 16),
-                        Pack<T>(a[0], a[1]), Pack<T>(a[2], a[3]), Pack<T>(a[4], a[5]),
-                        Pack<T>(a[6], a[7]));
-    }
-    ptx::FenceProxyAsyncShared();
-    if (__any_sync(0xffffffff, before[0] != 1 || before[1] != 1)) {
-#pragma unroll
-      for (int i = 0; i < kLatentValues / 4; ++i) out[i] *= before[HalfOf(i)];
-    }
-    ptx::BarrierSync(kWeightsBarrier, kConsumerThreads);
-    AddValues<T>(smem, stage, consumer, out);
-    WarpArrive(smem.Empty(stage));
-    stages.Advance();
-  }
-
-  float others[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    total[h] += __shfl_xor_sync(0xffffffff, total[h], 1);
-    total[h] += __shfl_xor_sync(0xffffffff, total[h], 2);
-  }
-  exchange(total, others);
+// Writes a consumer's columns of a thread's two rows. `total`: of probabilities.
+__device__ void StoreColumns(const FlashDecodeArgs& args, const Item& item, int consumer,
+                             const Out& out, const float (&total)[2]) {
   float* to = args.splits == 1 ? args.arrays.out : args.arrays.parts;
   const int64_t of_split = static_cast<int64_t>(args.batch) * args.tokens * args.heads;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if (!queries[h].is_there) continue;
-    float* result = to + (item.split * of_split + queries[h].row) * (kLatentValues + 1);
-    // In the order of the consumers, so that both have the same sum.
-    const float sum = consumer == 0 ? total[h] + others[h] : others[h] + total[h];
-    const bool any = sum != 0;  // NaN counts
-    const float factor = any ? 1 / sum : 0.0f;
+    const Query query = Query::Of<kQueries>(args, item, FirstRow() + 8 * h);
+    if (!query.is_there) continue;
+    float* row = to + (item.split * of_split + query.row) * (kLatentValues + 1) +
+                 kLatentValues / 2 * consumer + 2 * (threadIdx.x % 4);
+    const float factor = total[h] == 0 ? 0.0f : 1 / total[h];  // NaN is not 0
 #pragma unroll
     for (int j = 0; j < kLatentValues / 16; ++j) {
-      float* pair = result + kLatentValues / 2 * consumer + 8 * j + 2 * (lane % 4);
-      pair[0] = out[4 * j + 2 * h] * factor;
-      pair[1] = out[4 * j + 2 * h + 1] * factor;
+      row[8 * j] = out[4 * j + 2 * h] * factor;
+      row[8 * j + 1] = out[4 * j + 2 * h + 1] * factor;
     }
-    if (consumer == 0 && lane % 4 == 0)
-      result[kLatentValues] = any ? kLn2 * (highest[h] + log2f(sum)) : -INFINITY;
   }
+}
+
+// Writes the log-sum-exps of a thread's two rows.
+__device__ void StoreLogSumExps(const FlashDecodeArgs& args, const Item& item,
+                                const float (&highest)[2], const float (&total)[2]) {
+  float* to = args.splits == 1 ? args.arrays.out : args.arrays.parts;
+  const int64_t of_split = static_cast<int64_t>(args.batch) * args.tokens * args.heads;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const Query query = Query::Of<kQueries>(args, item, FirstRow() + 8 * h);
+    if (!query.is_there || threadIdx.x % 4 != 0) continue;
+    float* row = to + (item.split * of_split + query.row) * (kLatentValues + 1);
+    row[kLatentValues] = total[h] == 0 ? -INFINITY : kLn2 * (highest[h] + log2f(total[h]));
+  }
+}
+
+// The running softmax of a thread's two rows: 2^(score - highest), scores in units of log2(e).
+struct Softmax {
+  float highest[2], total[2];  // of this thread's columns
+  Span spans[2], inner;
+  bool has_cap;
+
+  __device__ Softmax(const FlashDecodeArgs& args, const Item& item) {
+    const DecodeBounds bounds = args.arrays.bounds[item.sequence];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const Query query = Query::Of<kQueries>(args, item, FirstRow() + 8 * h);
+      spans[h] = Span::Of(bounds, query.token);
+      highest[h] = -INFINITY;
+      total[h] = item.is_wrong ? NAN : 0.0f;
+    }
+    inner = Span::OfAll(args, bounds, item);
+    has_cap = args.softcap > 0;
+  }
+
+  // Turns the scores of a tile from position `first` on into probabilities. `factor`: what the
+  // results of earlier tiles are to be multiplied by.
+  __device__ void Take(const FlashDecodeArgs& args, const Smem& smem, int stage, int32_t first,
+                       Tile& s, float (&factor)[2]) {
+    const float scale = has_cap ? args.scale : kLog2e * args.scale;
+#pragma unroll
+    for (float& x : s) x *= scale;
+    if (has_cap) {
+#pragma unroll
+      for (float& x : s) x = kLog2e * Cap(x, args.softcap);
+    }
+    if (first < inner.begin || first + kKeys > inner.end) Mask(smem, stage, first, s);
+    float base[2], now[2] = {highest[0], highest[1]};
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) now[HalfOf(i)] = fmaxf(now[HalfOf(i)], s[i]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffff, now[h], 1));
+      now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffff, now[h], 2));
+      base[h] = now[h] == -INFINITY ? 0.0f : now[h];
+      factor[h] = ptx::Exp2(highest[h] - base[h]);
+      highest[h] = now[h];
+      total[h] *= factor[h];
+    }
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) {
+      s[i] = ptx::Exp2(s[i] - base[HalfOf(i)]);
+      total[HalfOf(i)] += s[i];
+    }
+  }
+
+  // Minus infinity for what a row's token does not attend to, and for positions without a page.
+  __device__ void Mask(const Smem& smem, int stage, int32_t first, Tile& s) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) {
+      const int at = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+      const uint32_t there = ptx::LoadShared4(smem.Rows(stage, at / 16));
+      const Span& span = spans[HalfOf(i)];
+      if ((there >> at % 16 & 1) == 0 || first + at < span.begin || first + at >= span.end)
+        s[i] = -INFINITY;
+    }
+  }
+};
+
+// Writes a tile's probabilities, as an operand over positions.
+template <typename T>
+__device__ void StoreWeights(const Smem& smem, int stage, const Tile& s) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int pair = 0; pair < kKeys / 16; ++pair) {
+    const int vector = 2 * pair + lane / 16;
+    const float* a = &s[8 * pair];
+    ptx::StoreMatrix4(smem.Weights(stage) + row * 128 + ((vector ^ (row & 7)) * 16),
+                      Pack<T>(a[0], a[1]), Pack<T>(a[2], a[3]), Pack<T>(a[4], a[5]),
+                      Pack<T>(a[6], a[7]));
+  }
+}
+
+// Scores, and the first 256 columns.
+template <typename T>
+__device__ void RunFirstConsumer(const FlashDecodeArgs& args, const Item& item, const Smem& smem) {
+  const int lane = threadIdx.x % 32, row = FirstRow();
+  const int32_t tiles = CeilDiv(item.end - item.begin, kKeys);
+  Softmax softmax(args, item);
+  Out out;
+#pragma unroll
+  for (float& o : out) o = 0;
+  Tile s;
+  Ring<kStages> stages;
+  const auto begin_scores = [&](int stage, uint32_t parity) {
+    ptx::MbarrierWait(smem.Full(stage), parity);
+    ptx::FenceProxyAsyncShared();  // rows came by cp.async
+    BeginScores<T>(smem, stage, s);
+  };
+  // The scores of a tile have been computed: gives both consumers its probabilities.
+  const auto finish_scores = [&](int stage, int32_t tile) {
+    float factor[2];
+    softmax.Take(args, smem, stage, item.begin + tile * kKeys, s, factor);
+    StoreWeights<T>(smem, stage, s);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (lane % 4 == 0)
+        ptx::StoreShared4(smem.Factor(stage, row + 8 * h), __float_as_int(factor[h]));
+    }
+    ptx::FenceProxyAsyncShared();
+    ptx::BarrierArrive(WeightsBarrier(stage), kConsumerThreads);
+    ptx::BarrierSync(kFirstBarrier, kConsumerThreads / 2);
+    Rescale(out, factor);
+  };
+  if (tiles > 0) {
+    begin_scores(stages.index, stages.parity);
+    wgmma::Wait<0>();
+    wgmma::Pin(s);
+    finish_scores(stages.index, 0);
+  }
+  for (int32_t tile = 1; tile < tiles; ++tile) {
+    const int stage = stages.index;
+    BeginValues<T>(smem, stage, 0, out);
+    stages.Advance();
+    begin_scores(stages.index, stages.parity);
+    wgmma::Wait<1>();
+    WarpArrive(smem.Empty(stage));
+    wgmma::Wait<0>();
+    wgmma::Pin(out);
+    wgmma::Pin(s);
+    finish_scores(stages.index, tile);
+  }
+  if (tiles > 0) {
+    BeginValues<T>(smem, stages.index, 0, out);
+    wgmma::Wait<0>();
+    wgmma::Pin(out);
+  }
+  float total[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    total[h] = softmax.total[h];
+    total[h] += __shfl_xor_sync(0xffffffff, total[h], 1);
+    total[h] += __shfl_xor_sync(0xffffffff, total[h], 2);
+    if (lane % 4 == 0)
+      ptx::StoreShared4(smem.Factor(kTotals, row + 8 * h), __float_as_int(total[h]));
+  }
+  ptx::BarrierArrive(kTotalsBarrier, kConsumerThreads);
+  StoreColumns(args, item, 0, out, total);
+  StoreLogSumExps(args, item, softmax.highest, total);
+}
+
+// The other 256 columns.
+template <typename T>
+__device__ void RunSecondConsumer(const FlashDecodeArgs& args, const Item& item, const Smem& smem) {
+  const int row = FirstRow();
+  const int32_t tiles = CeilDiv(item.end - item.begin, kKeys);
+  const auto rows_of = [&](int place, float (&numbers)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) numbers[h] = ptx::LoadSharedFloat(smem.Factor(place, row + 8 * h));
+  };
+  Out out;
+#pragma unroll
+  for (float& o : out) o = 0;
+  float numbers[2];
+  Ring<kStages> stages;
+  for (int32_t tile = 0; tile < tiles; ++tile) {
+    const int stage = stages.index;
+    ptx::MbarrierWait(smem.Full(stage), stages.parity);
+    ptx::FenceProxyAsyncShared();
+    ptx::BarrierSync(WeightsBarrier(stage), kConsumerThreads);
+    rows_of(stage, numbers);
+    Rescale(out, numbers);
+    BeginValues<T>(smem, stage, 1, out);
+    wgmma::Wait<0>();
+    wgmma::Pin(out);
+    WarpArrive(smem.Empty(stage));
+    stages.Advance();
+  }
+  ptx::BarrierSync(kTotalsBarrier, kConsumerThreads);
+  rows_of(kTotals, numbers);
+  StoreColumns(args, item, 1, out, numbers);
 }
 
 template <typename T>
@@ -306,7 +403,11 @@ __global__ void __launch_bounds__(kLoadThreads + kConsumerThreads, 1)
     RunLoads(args, item, smem);
   } else {
     ptx::RegistersUp<kRegisters.consumer>();
-    RunConsumer<T>(args, item, smem, warpgroup - 1);
+    if (warpgroup == 1) {
+      RunFirstConsumer<T>(args, item, smem);
+    } else {
+      RunSecondConsumer<T>(args, item, smem);
+    }
   }
 }
 
