@@ -38,6 +38,8 @@ constexpr int kQueries = 64, kKeys = 64;
 constexpr int kBoxes = kLatentWidth / 64, kValueBoxes = kLatentValues / 64;
 constexpr int kBoxBytes = 64 * 128, kTileBytes = kBoxes * kBoxBytes;
 constexpr int kStages = 2;
+constexpr int kStagedColumns = kLatentValues / 2 + 8;  // of a row of results in shared memory
+static_assert(kQueries * kStagedColumns * 4 <= kTileBytes);
 constexpr int kLoadThreads = 128, kConsumerThreads = 256, kConsumerWarps = 8;
 constexpr attention::Registers kRegisters{56, 224};
 static_assert(attention::Registers::Fit(kRegisters));
@@ -169,37 +171,50 @@ __device__ void Rescale(Out& out, const float (&factor)[2]) {
   for (int i = 0; i < kLatentValues / 4; ++i) out[i] *= factor[HalfOf(i)];
 }
 
-// Writes a consumer's columns of a thread's two rows. `total`: of probabilities.
-__device__ void StoreColumns(const FlashDecodeArgs& args, const Item& item, int consumer,
-                             const Out& out, const float (&total)[2]) {
-  float* to = args.splits == 1 ? args.arrays.out : args.arrays.parts;
+// Where the result of an item's query goes; null: there is no such query.
+__device__ float* RowOfResult(const FlashDecodeArgs& args, const Item& item, int number) {
+  const Query query = Query::Of<kQueries>(args, item, number);
   const int64_t of_split = static_cast<int64_t>(args.batch) * args.tokens * args.heads;
+  float* to = args.splits == 1 ? args.arrays.out : args.arrays.parts;
+  if (!query.is_there) return nullptr;
+  return to + (item.split * of_split + query.row) * (kLatentValues + 1);
+}
+
+// Writes a consumer's columns: each warp its 16 rows, by way of shared memory at `staged`, since 32
+// lanes have pieces of eight rows. `total`: of the probabilities of a thread's two rows.
+__device__ void StoreColumns(const FlashDecodeArgs& args, const Item& item, int consumer,
+                             uint32_t staged, const Out& out, const float (&total)[2]) {
+  constexpr int kColumns = kLatentValues / 2;
+  const int lane = threadIdx.x % 32, first = threadIdx.x % 128 / 32 * 16;
+  const auto at = [&](int row, int column) { return staged + (row * kStagedColumns + column) * 4; };
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const Query query = Query::Of<kQueries>(args, item, FirstRow() + 8 * h);
-    if (!query.is_there) continue;
-    float* row = to + (item.split * of_split + query.row) * (kLatentValues + 1) +
-                 kLatentValues / 2 * consumer + 2 * (threadIdx.x % 4);
     const float factor = total[h] == 0 ? 0.0f : 1 / total[h];  // NaN is not 0
 #pragma unroll
-    for (int j = 0; j < kLatentValues / 16; ++j) {
-      row[8 * j] = out[4 * j + 2 * h] * factor;
-      row[8 * j + 1] = out[4 * j + 2 * h + 1] * factor;
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const float2 pair = {out[4 * j + 2 * h] * factor, out[4 * j + 2 * h + 1] * factor};
+      ptx::StoreShared8(at(FirstRow() + 8 * h, 8 * j + 2 * (lane % 4)),
+                        reinterpret_cast<const uint64_t&>(pair));
     }
+  }
+  __syncwarp();
+  for (int row = first; row < first + 16; ++row) {
+    float* to = RowOfResult(args, item, row);
+    if (to == nullptr) continue;
+#pragma unroll
+    for (int column = lane; column < kColumns; column += 32)
+      to[kColumns * consumer + column] = ptx::LoadSharedFloat(at(row, column));
   }
 }
 
 // Writes the log-sum-exps of a thread's two rows.
 __device__ void StoreLogSumExps(const FlashDecodeArgs& args, const Item& item,
                                 const float (&highest)[2], const float (&total)[2]) {
-  float* to = args.splits == 1 ? args.arrays.out : args.arrays.parts;
-  const int64_t of_split = static_cast<int64_t>(args.batch) * args.tokens * args.heads;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const Query query = Query::Of<kQueries>(args, item, FirstRow() + 8 * h);
-    if (!query.is_there || threadIdx.x % 4 != 0) continue;
-    float* row = to + (item.split * of_split + query.row) * (kLatentValues + 1);
-    row[kLatentValues] = total[h] == 0 ? -INFINITY : kLn2 * (highest[h] + log2f(total[h]));
+    float* to = RowOfResult(args, item, FirstRow() + 8 * h);
+    if (to == nullptr || threadIdx.x % 4 != 0) continue;
+    to[kLatentValues] = total[h] == 0 ? -INFINITY : kLn2 * (highest[h] + log2f(total[h]));
   }
 }
 
@@ -345,8 +360,8 @@ __device__ void RunFirstConsumer(const FlashDecodeArgs& args, const Item& item, 
       ptx::StoreShared4(smem.Factor(kTotals, row + 8 * h), __float_as_int(total[h]));
   }
   ptx::BarrierArrive(kTotalsBarrier, kConsumerThreads);
-  StoreColumns(args, item, 0, out, total);
   StoreLogSumExps(args, item, softmax.highest, total);
+  StoreColumns(args, item, 0, smem.Q(), out, total);
 }
 
 // The other 256 columns.
@@ -376,9 +391,9 @@ __device__ void RunSecondConsumer(const FlashDecodeArgs& args, const Item& item,
     WarpArrive(smem.Empty(stage));
     stages.Advance();
   }
-  ptx::BarrierSync(kTotalsBarrier, kConsumerThreads);
+  ptx::BarrierSync(kTotalsBarrier, kConsumerThreads);  // all stages are free then
   rows_of(kTotals, numbers);
-  StoreColumns(args, item, 1, out, numbers);
+  StoreColumns(args, item, 1, smem.K(0), out, numbers);
 }
 
 template <typename T>
