@@ -206,7 +206,7 @@ def test_a_window_of_numpy():
     operands, lengths = draw((2, 4, 4), (2, 6, 2, 4), (2, 6, 2, 4)), np.array([5, 3], np.int32)
     got = jax.jit(over_ranks(2, window=np.int64(2)))(*operands, lengths)
     check(got, plain(*operands, lengths, window=2))
-    for wide in ((1 << 31) - 1, 1 << 31, 1 << 63):
+    for wide in ((1 << 31) - 1, 1 << 31, 1 << 63, (None, 3)):
         got = jax.jit(over_ranks(2, window=wide))(*operands, lengths)
         check(got, plain(*operands, lengths))
 

@@ -470,7 +470,7 @@ def test_inside_shard_map_nothing_falls_back():
         run(lambda q: fn(q, q, q, dropout_rate=0.1))
 
 
-@pytest.mark.parametrize("wide", [(1 << 31) - 1, 1 << 63])
+@pytest.mark.parametrize("wide", [(1 << 31) - 1, 1 << 63, (None, None)])
 def test_a_mask_of_a_window_of_all_positions(wide):
     q, mesh = jnp.zeros((1, 8, 2, 4)), make_mesh((2,))
     mask = functools.partial(_attention_fn._allowed, q, q, "tp", None, mesh, layout="contiguous")

@@ -15,7 +15,7 @@ from jax import lax
 
 from .. import _config
 from .._ops._epilogue import in_rows
-from .._ops.attention._checks import window_of
+from .._ops.attention._checks import Window, window_of
 from .._ops.attention.attention import attention as over_ranks
 from .._ops.attention.sequence_layouts import Layout, causal_positions, check_layout
 from .._ranks import global_arrays, meshes
@@ -29,7 +29,7 @@ def attention_fn(
     *,
     causal: bool = False,
     layout: Layout = "zigzag",
-    window: int | tuple[int, int] | None = None,
+    window: Window = None,
     segment_ids: jax.Array | None = None,
     **options: Any,
 ) -> Callable[..., jax.Array]:

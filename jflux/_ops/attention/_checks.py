@@ -16,6 +16,9 @@ DTYPES = tuple(name for name, row in _native.FORMATS.items() if row.is_wide)
 #: Positions are int32, and a window of so many leaves none out.
 _MOST_POSITIONS = np.iinfo(np.int32).max
 
+#: (left, right), where None leaves a side open; or one number for both; or no window.
+Window = int | tuple[int | None, int | None] | None
+
 
 def check(op: str, q: Any, k: Any, v: Any, segment_ids: Any, causal: bool, window: Any) -> None:
     """Raises ValueError or TypeError for operands that do not fit each other."""
@@ -29,7 +32,7 @@ def check(op: str, q: Any, k: Any, v: Any, segment_ids: Any, causal: bool, windo
         )
     options = {
         "causal": causal,
-        "window": window is not None,
+        "window": window_of(op, window) is not None,
         "segment_ids": segment_ids is not None,
     }
     if is_cross(q, k) and (given := [name for name, is_given in options.items() if is_given]):
@@ -111,17 +114,24 @@ def check_heads(op: str, q: Any, k: Any, ranks: int) -> None:
 
 
 def window_of(op: str, window: Any) -> tuple[int, int] | None:
-    """(left, right)."""
-    if window is None:
-        return None
+    """(left, right), of a :data:`Window`; None if both sides are open."""
     pair = window if isinstance(window, tuple) else (window, window)
-    if len(pair) != 2 or not all(isinstance(w, int | np.integer) and w >= 0 for w in pair):
+    if len(pair) != 2 or not all(
+        w is None or (isinstance(w, int | np.integer) and w >= 0) for w in pair
+    ):
         raise ValueError(
-            f"{op}: {window=} must be a number of positions, 0 or more, or two: (left, right). A "
-            "side is left open by a number as large as the sequence, both by None"
+            f"{op}: {window=} must be a number of positions, 0 or more, or two: (left, right), of "
+            "which None leaves a side open"
         )
-    left, right = (min(int(w), _MOST_POSITIONS) for w in pair)
+    if pair == (None, None):
+        return None
+    left, right = (_MOST_POSITIONS if w is None else min(int(w), _MOST_POSITIONS) for w in pair)
     return left, right
+
+
+def within(window: tuple[int, int] | None, length: int) -> tuple[int, int] | None:
+    """A window of no more positions than there are, for what adds them to positions."""
+    return None if window is None else (min(window[0], length), min(window[1], length))
 
 
 def scale_of(op: str, scale: Any, width: int) -> float:

@@ -20,6 +20,7 @@ from ..._call.plans import Machine, Path, Plan
 from ..._ranks import meshes
 from . import _cudnn, _cudnn_by_chunks, all_gather_attention, flash_attention
 from ._blockwise import Scores
+from ._checks import within
 from ._one_device import attend
 from ._passes import CUDNN, KERNEL, Passes, over_ranks_in_one_kernel
 from ._split_sequence import Params, Pass, gather_keys
@@ -49,7 +50,7 @@ def one_call(
     scores = params.scores
     return attend(
         q, k, v, is_causal=scores.causal, scale=scores.scale, mask=None,
-        local_window_size=scores.window,
+        local_window_size=within(scores.window, k.shape[1]),
     ), None  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from ..collectives.exchange import (
 )
 from . import _cudnn_by_chunks, _sequence_form, _sinks, ulysses_attention
 from ._blockwise import Scores, default_precision
-from ._checks import check_heads, scale_of, softcap_of, window_of
+from ._checks import Window, check_heads, scale_of, softcap_of, window_of
 from ._forms import one_call, passes_of
 from ._passes import CUDNN, attend, attend_reference
 from ._sequence_form import SequenceForm
@@ -48,7 +48,7 @@ class AttentionOptions:
     heads_axis: AxisName | None = None
     causal: bool = False
     layout: Layout = "zigzag"
-    window: int | tuple[int, int] | None = None
+    window: Window = None
     scale: float | None = None
     softcap: float | None = None
     return_lse: bool = False

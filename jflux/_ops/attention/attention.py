@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from . import _sequence_form, _sinks
-from ._checks import check, is_cross, of_one_width
+from ._checks import Window, check, is_cross, of_one_width
 from ._over_ranks import OP as _OP
 from ._over_ranks import AttentionOptions, attend_over_ranks
 from ._sequence_form import SequenceForm
@@ -28,7 +28,7 @@ class Options(TypedDict, total=False):
     heads_axis: AxisName | None
     causal: bool
     layout: Layout
-    window: int | tuple[int, int] | None
+    window: Window
     segment_ids: Any
     sinks: Any
     scale: float | None
@@ -58,7 +58,7 @@ def attention(
     heads_axis: AxisName | None = None,
     causal: bool = False,
     layout: Layout = "zigzag",
-    window: int | tuple[int, int] | None = None,
+    window: Window = None,
     segment_ids: Any = None,
     sinks: Any = None,
     scale: float | None = None,
@@ -136,8 +136,9 @@ def attention(
       layout: which positions a rank has: "zigzag", "striped" or "contiguous", as
         :func:`jflux.reorder_for_causal` orders them. All are exact; with `causal` the first two
         give all ranks as much work. "zigzag" wants an even S/N.
-      window: position i attends to i - left to i + right: (left, right), or one number for both.
-        Models that count i too, as Mistral's `sliding_window`, give that less one.
+      window: position i attends to i - left to i + right: (left, right), of which None leaves a
+        side open, or one number for both. Models that count i too, as Mistral's `sliding_window`,
+        give that less one.
       segment_ids: int [B, S/N], of documents in one sequence: positions attend to those of the same
         segment alone. A value that is not finite, such as NaN in padding that is a segment of its
         own, reaches the queries that attend to it, the gradients of these queries, and the

@@ -13,7 +13,7 @@ from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from .._scaled import Scaled
 from . import _flash_decode_primitive, _sinks, decode_merge
-from ._checks import DTYPES, check_values, scale_of, softcap_of, window_of
+from ._checks import DTYPES, Window, check_values, scale_of, softcap_of, window_of
 
 _OP = "jflux.flash_decode"
 
@@ -23,7 +23,7 @@ class Options(TypedDict, total=False):
 
     axis_name: AxisName | None
     block_table: jax.Array | None
-    window: int | tuple[int, int] | None
+    window: Window
     sinks: jax.Array | None
     softcap: float | None
     scale: float | None
@@ -69,7 +69,7 @@ def flash_decode(
     *,
     axis_name: AxisName | None = None,
     block_table: jax.Array | None = None,
-    window: int | tuple[int, int] | None = None,
+    window: Window = None,
     sinks: jax.Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
@@ -130,7 +130,7 @@ def flash_decode(
         page of its positions p * page size and on in this rank's part, and S/N is P * page size.
         -1: there is no page, and nothing attends to it.
       window: that of :func:`jflux.attention`: how many positions before its own, the last one, a
-        query attends to; of (left, right), left.
+        query attends to; of (left, right), left, where None leaves none out.
       sinks: [H], floating: a logit of each head of q in the denominator of its softmax, as in
         :func:`jflux.attention`; the same on all ranks. They are added after the merge.
       softcap: bounds the scores.
@@ -181,7 +181,7 @@ def reference(
     *,
     axis_name: AxisName | None = None,
     block_table: jax.Array | None = None,
-    window: int | tuple[int, int] | None = None,
+    window: Window = None,
     sinks: jax.Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
@@ -207,7 +207,7 @@ def _flash_decode(
     *,
     axis_name: AxisName | None,
     block_table: Any,
-    window: int | tuple[int, int] | None,
+    window: Window,
     sinks: Any,
     softcap: float | None,
     scale: float | None,

@@ -20,7 +20,7 @@ from .._recipe import Format
 from .._scaled import Scaled
 from . import _flash_decode_primitive, _sinks, decode_merge, flash_attention, update_cache
 from ._blockwise import NOWHERE, Positions, Scores
-from ._checks import check_values, of_one_width, scale_of, softcap_of, window_of
+from ._checks import Window, check_values, of_one_width, scale_of, softcap_of, window_of
 from ._kv_cache_parts import ADVICE, ADVICE_ON_PAGES, check_cache, check_known, part_of
 from ._kv_cache_parts import KVCache as KVCache
 from .sequence_layouts import Layout, check_length, own_positions
@@ -131,7 +131,7 @@ def attend_to_cache(
     new_lengths: jax.Array | None = None,
     *,
     axis_name: AxisName | None = None,
-    window: int | tuple[int, int] | None = None,
+    window: Window = None,
     sinks: jax.Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
@@ -161,7 +161,7 @@ def attend_to_cache(
         all ranks. The others are padding: they are not written, and their o is 0. None: T.
       axis_name: a mesh axis, or a tuple of them. None: the cache is whole.
       window: that of :func:`jflux.attention`: how many positions before its own a token attends
-        to; of (left, right), left.
+        to; of (left, right), left, where None leaves none out.
       sinks: [H], floating: a logit of each head of q in the denominator of its softmax, as in
         :func:`jflux.attention`; the same on all ranks. Differentiable.
       softcap: c: a score x becomes ``c tanh(x / c)``.
@@ -208,7 +208,7 @@ def attend_to_cache_reference(
     new_lengths: jax.Array | None = None,
     *,
     axis_name: AxisName | None = None,
-    window: int | tuple[int, int] | None = None,
+    window: Window = None,
     sinks: jax.Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
@@ -309,7 +309,7 @@ def _attend(
     v: Any,
     new_lengths: Any,
     axis_name: AxisName | None,
-    window: int | tuple[int, int] | None,
+    window: Window,
     sinks: Any,
     softcap: float | None,
     scale: float | None,

@@ -18,7 +18,7 @@ from ..collectives.exchange import (
     all_to_all_reference,
 )
 from . import _sinks
-from ._checks import check, check_heads, of_one_width, window_of
+from ._checks import Window, check, check_heads, of_one_width, window_of, within
 from ._one_device import attend, dot_product_attention
 
 
@@ -30,7 +30,7 @@ def ulysses_attention(
     *,
     axis_name: AxisName,
     causal: bool = False,
-    window: int | tuple[int, int] | None = None,
+    window: Window = None,
     segment_ids: jax.Array | None = None,
     sinks: jax.Array | None = None,
     scale: float | None = None,
@@ -59,7 +59,7 @@ def ulysses_attention(
       q, k, v: of one type; values may have another width than keys, as in
         :func:`jflux.attention`, and so has the result.
       causal: no position attends to a later one.
-      window: position i attends to i - left to i + right: (left, right), or one number for both.
+      window: position i attends to i - left to i + right, as in :func:`jflux.attention`.
       segment_ids: int [B, S/N]; positions attend to those of the same segment alone. Makes a mask
         [B, 1, S, S].
       sinks: [H], floating: a logit of each head of q in the denominator of its softmax, as in
@@ -98,7 +98,7 @@ def reference(
     *,
     axis_name: AxisName,
     causal: bool = False,
-    window: int | tuple[int, int] | None = None,
+    window: Window = None,
     segment_ids: jax.Array | None = None,
     sinks: jax.Array | None = None,
     scale: float | None = None,
@@ -121,7 +121,7 @@ def _ulysses(
     v: jax.Array,
     axis_name: AxisName,
     causal: bool,
-    window: int | tuple[int, int] | None,
+    window: Window,
     segment_ids: jax.Array | None,
     sinks: jax.Array | None,
     scale: float | None,
@@ -141,8 +141,7 @@ def _ulysses(
     if segment_ids is not None:
         ids = gather(segment_ids, axis_name=axis_name, axis=1, tiled=True)
         mask = ids[:, None, :, None] == ids[:, None, None, :]
-    if pair is not None:  # no more than there are positions, to which `core` may add them
-        pair = min(pair[0], q.shape[1]), min(pair[1], q.shape[1])
+    pair = within(pair, q.shape[1])
     more = {} if sinks is None else {"sinks": _sinks.of_own_heads(sinks, axis_name)}
     y = core(q, k, v, is_causal=causal, scale=scale, mask=mask, local_window_size=pair, **more)
     y = y if y.shape[3] == of_values else y[..., :of_values]
