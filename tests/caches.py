@@ -10,7 +10,7 @@ def draw(*shapes, seed=0, dtype=np.float64):
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
-def plain(q, k, v, lengths, window=None, softcap=None, scale=None, sinks=None):
+def plain(q, k, v, lengths, window=None, softcap=None, scale=None, sinks=None, alibi_slopes=None):
     """(attention, log-sum-exp) of q [b, h, d] to the first positions of k [b, s, g, d] and v [b, s,
     g, e], whose last one is q's own. With sinks [h] the softmax has one more column, which is
     dropped."""
@@ -26,6 +26,8 @@ def plain(q, k, v, lengths, window=None, softcap=None, scale=None, sinks=None):
         scores = k[b, at, group] @ q[b, h] * scale
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
+        if alibi_slopes is not None:
+            scores = scores + alibi_slopes[h] * np.arange(start + 1 - lengths[b], 1)
         if sinks is not None:
             scores = np.append(scores, sinks[h])
         if scores.max() == -np.inf:  # of a sink alone

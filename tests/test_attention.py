@@ -58,6 +58,7 @@ class Case:
     window: tuple[int | None, int | None] | None = None
     segments: bool = False
     softcap: float | None = None
+    alibi: bool = False
     form: str = "auto"
     seed: int = 0
     size: float = 1.0  # of queries and keys
@@ -86,10 +87,20 @@ class Case:
         return mask if ids is None else mask & (ids[:, None, :, None] == ids[:, None, None, :])
 
     def expected(self, q, k, v, ids):
-        return plain(q, k, v, self.mask(ids), self.softcap)
+        return plain(q, k, v, self.mask(ids), self.softcap, self.bias())
 
     def sinks(self):
         return np.random.default_rng(self.seed + 50).standard_normal(self.heads)
+
+    def slopes(self):
+        rng = np.random.default_rng(self.seed + 60)
+        return rng.standard_normal(self.heads) if self.alibi else None
+
+    def bias(self):
+        if not self.alibi:
+            return 0
+        i, j = np.arange(self.length)[:, None], np.arange(self.length)
+        return self.slopes()[:, None, None] * (j - i)
 
     def split(
         self, q, k, v, ids, sinks=None, *, mesh=None, check_vma=True, module=jflux, **options
@@ -98,6 +109,7 @@ class Case:
         world, layout = self.world, self.layout
         given = dict(causal=self.causal, window=self.window, softcap=self.softcap, form=self.form)
         given |= {"layout": layout, "return_lse": True, "axis_name": "tp"}
+        given |= {"alibi_slopes": self.slopes()}
         arrays = [a for a in (q, k, v, ids) if a is not None]
         arrays = [jflux.reorder_for_causal(a, world, layout=layout) for a in arrays]
 
@@ -111,14 +123,15 @@ class Case:
         return tuple(jflux.restore_order(a, world, layout=layout) for a in f(sinks, *arrays))
 
 
-def plain(q, k, v, mask, softcap=None):
+def plain(q, k, v, mask, softcap=None, bias=0):
     """(attention, log-sum-exp [B, S, H]) by the definition."""
     group = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
     scores = jnp.einsum("bshd,bthd->bhst", q, k) / q.shape[3] ** 0.5
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    top = jnp.max(scores, -1, keepdims=True, where=mask, initial=-1e30)
+    scores += bias
+    top = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True, where=mask, initial=-1e30))
     p = jnp.where(mask, jnp.exp(jnp.where(mask, scores, top) - top), 0)
     total = jnp.sum(p, -1, keepdims=True)
     safe = jnp.where(total > 0, total, 1)
@@ -126,14 +139,14 @@ def plain(q, k, v, mask, softcap=None):
     return jnp.einsum("bhst,bthd->bshd", p / safe, v), lse.swapaxes(1, 2)
 
 
-def plain_with_sinks(q, k, v, sinks, mask, softcap=None):
+def plain_with_sinks(q, k, v, sinks, mask, softcap=None, bias=0):
     """:func:`plain` where the softmax has one more column, which is dropped."""
     group = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
     scores = jnp.einsum("bshd,bthd->bhst", q, k) / q.shape[3] ** 0.5
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(mask, scores, -jnp.inf)
+    scores = jnp.where(mask, scores + bias, -jnp.inf)
     column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
     scores = jnp.concatenate([scores, column], -1)
     o = jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores)[..., :-1], v)
@@ -173,13 +186,15 @@ def cases(draw):
     own = draw(st.integers(1, 13)) * (2 if layout == "zigzag" else 1)
     world, form = draw(st.integers(1, min(8, RANKS))), draw(st.sampled_from(FORMS))
     groups = draw(st.sampled_from([world, 2 * world]) if form == "ulysses" else st.integers(1, 3))
+    softcap = draw(st.none() | st.just(1.5))
     return Case(
         world=world, own=own, layout=layout, form=form,
         size=draw(st.sampled_from([1.0, 40.0])), batch=draw(st.integers(1, 2)),
         heads=groups * draw(st.integers(1, 2)),
         groups=groups, width=draw(st.integers(1, 9)), causal=draw(st.booleans()),
         window=draw(st.none() | st.tuples(*[st.none() | st.integers(0, 9)] * 2)),
-        segments=draw(st.booleans()), softcap=draw(st.none() | st.just(1.5)),
+        segments=draw(st.booleans()), softcap=softcap,
+        alibi=softcap is None and draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )  # fmt: skip
 
@@ -353,7 +368,7 @@ def test_a_saved_result_is_not_computed_again():
 
 
 FORWARD = {
-    "gathered": {}, "ring": {"form": "ring"}, "one rank": {"world": 1},
+    "gathered": {}, "ring": {"form": "ring", "alibi": True}, "one rank": {"world": 1},
     "window, documents": {"window": (3, 0), "segments": True},
     "softcap": {"softcap": 1.5, "causal": False},
 }  # fmt: skip
@@ -406,7 +421,7 @@ def test_forward_mode(options, caplog):
 
 
 REFERENCE = {
-    "zigzag": {"window": (7, 0), "segments": True},
+    "zigzag": {"window": (7, 0), "segments": True, "alibi": True},
     "striped": {"layout": "striped", "form": "ring", "softcap": 1.5},
     "contiguous": {"layout": "contiguous", "causal": False, "segments": True, "size": 40.0},
     "one rank": {"world": 1, "own": 18, "window": (6, 0)},
@@ -735,7 +750,7 @@ def check_sinks(case, f=None, wrap=lambda f: f, **options):
         return (f or case.split)(q, k, v, ids, sinks, **options)
 
     def expected(q, k, v, sinks):
-        return plain_with_sinks(q, k, v, sinks, case.mask(ids), case.softcap)
+        return plain_with_sinks(q, k, v, sinks, case.mask(ids), case.softcap, case.bias())
 
     got, want = (loss(f)(*arrays, case.sinks()) for f in (split, expected))
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -807,18 +822,21 @@ def test_forward_mode_of_sinks(form, alone):
 @pytest.mark.parametrize("moves", [True, False])
 @pytest.mark.parametrize("module", [jflux, jflux.reference])
 def test_sinks_go_with_their_heads(module, moves):
-    """Along `heads_axis` they are those of all heads; along another axis, those of the rank's."""
+    """Along `heads_axis` they are those of all heads; along another axis, those of the rank's. So
+    are slopes."""
     if RANKS < 4:
         pytest.skip("four ranks")
     options = {"heads_axis": "heads"} if moves else {"q_spec": P(None, None, "heads")}
+    case = Case(world=2, own=8, groups=2 - moves, segments=True, layout="contiguous", alibi=True)
 
     def call(q, k, v, ids, sinks):
         return module.attention(
             q, k, v, axis_name="tp", causal=True, segment_ids=ids, sinks=sinks, return_lse=True,
-            layout="contiguous", mesh=make_mesh((2, 2), ("tp", "heads")), **options,
+            layout="contiguous", mesh=make_mesh((2, 2), ("tp", "heads")),
+            alibi_slopes=case.slopes(), **options,
         )  # fmt: skip
 
-    check_sinks(Case(world=2, own=8, groups=2 - moves, segments=True, layout="contiguous"), call)
+    check_sinks(case, call)
 
 
 def test_rows_without_keys_and_sinks_that_are_none():
@@ -845,9 +863,33 @@ def test_rows_without_keys_and_sinks_that_are_none():
     np.testing.assert_allclose(of_sinks[finite], [0.5 - 7 / 4, 1, 0, 0])
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_slopes_are_constants(form):
+    """They have no gradient, beside those of queries, keys and values of another width."""
+    case = Case(world=2, own=4, form=form, causal=False, alibi=True, segments=True)
+    q, k, v, ids = case.operands()
+    v = np.concatenate([v, v], -1)
+
+    def run(f):
+        def loss(*arrays):
+            return sum(jnp.sum(jnp.sin(a)) for a in f(*arrays))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(q, k, v, case.slopes())
+
+    def split(q, k, v, slopes):
+        call = functools.partial(case.split, mesh=make_mesh((2,)), module=jflux)
+        return call(q, k, v, ids, alibi_slopes=slopes)
+
+    got = run(split)
+    want = run(lambda q, k, v, _: case.expected(q, k, v, ids))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
+    assert not got[3].any()
+
+
 @pytest.mark.parametrize("module", [jflux, jflux.reference])
 def test_padding_that_is_not_a_number_reaches_no_sink(module):
-    case = Case(world=2, own=4, groups=1, heads=2, layout="contiguous")
+    case = Case(world=2, own=4, groups=1, heads=2, layout="contiguous", alibi=True)
     q, k, v, _ = case.operands()
     ids = np.repeat([[0, 1], [0, 0]], [5, 3], axis=1)
     padding = (ids == 1)[..., None, None]
@@ -913,7 +955,10 @@ def check_keys_of_another_sequence(world, queries, keys, way, *, return_lse=True
     ("change", "error", "message"),
     [
         ({"sinks": np.zeros(2)}, ValueError, r"sinks must be \[H\].* 4 heads .* got \(2,\)"),
-        ({"sinks": 0.0}, ValueError, r"got \(\); one for all heads is jnp.full\(4, sink\)"),
+        ({"sinks": 0.0}, ValueError, r"got \(\); the same for all heads is jnp.full\(4, x\)"),
+        ({"alibi_slopes": np.zeros(2)}, ValueError, r"alibi_slopes must be \[H\].* 4 heads"),
+        ({"alibi_slopes": np.zeros(4), "softcap": 5.0}, ValueError, "not go with softcap=5.0"),
+        ({"alibi_slopes": np.zeros(4), "scale": 0}, ValueError, "not go with a scale of 0"),
         ({"sinks": np.zeros(4, int)}, TypeError, "sinks must be floating, got int64; cast them"),
         ({"q": (1, 4, 3, 4)}, ValueError, "3 heads of queries must be a multiple of 2"),
         ({"q": (4, 4, 4)}, ValueError, r"q must be \[B, S/N, heads, D\]"),
@@ -922,6 +967,11 @@ def check_keys_of_another_sequence(world, queries, keys, way, *, return_lse=True
             {"k": (1, 6, 2, 4), "v": (1, 6, 2, 4)},
             ValueError,
             "causal is about the positions of one sequence, but q has 4 and k 6 of them",
+        ),
+        (
+            {"k": (1, 6, 2, 4), "v": (1, 6, 2, 4), "causal": False, "alibi_slopes": np.zeros(4)},
+            ValueError,
+            "alibi_slopes is about the positions of one sequence",
         ),
         ({"k": np.zeros((1, 4, 2, 4), np.float32)}, TypeError, "must have one type"),
         ({"segment_ids": np.zeros((1, 5), int)}, ValueError, r"segment_ids must be \[B, S/N\]"),
@@ -940,7 +990,7 @@ def test_refuses(change, error, message):
         for name, value in given.items()
     }
     with pytest.raises(error, match="jflux.attention: .*" + message):
-        jflux.attention(**given, causal=True)
+        jflux.attention(**{"causal": True} | given)
 
 
 def test_a_sequence_that_ranks_do_not_divide():

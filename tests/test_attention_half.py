@@ -10,18 +10,21 @@ from harness import PLATFORM, RANKS, make_mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux._ops.attention import _cudnn, all_gather_attention
+from jflux._ops.attention import _alibi, _cudnn, all_gather_attention
 
 SEQUENCE = P(None, "tp")
 
 
-def exact(q, k, v, do, causal=True, sinks=None):
+def exact(q, k, v, do, causal=True, sinks=None, slopes=None):
     """(o, l) of attention, and the gradients of o's sum weighted by do, in float64. With sinks the
     softmax has one more column, which is dropped, and they have the last gradient."""
     q, k, v, do = (np.asarray(a, np.float64) for a in (q, k, v, do))
     group, (batch, length, groups, width) = q.shape[2] // k.shape[2], k.shape
     k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
     s = np.einsum("bshd,bthd->bhst", q, k) / width**0.5
+    if slopes is not None:
+        at = np.arange(length)
+        s += np.asarray(slopes, np.float64)[:, None, None] * (at - at[:, None])
     if causal:
         s = np.where(np.tri(length, dtype=bool), s, -np.inf)
     if sinks is not None:
@@ -54,12 +57,13 @@ def drawn(shape, dtype, seed, keys=None, values=None):
     ]
 
 
-def check(operands, world, *, return_lse=True, layout="zigzag", sinks=None, **options):
+def check(operands, world, *, return_lse=True, layout="zigzag", sinks=None, slopes=None, **options):
     """o, the log-sum-exp where it is returned, and the gradients of o."""
     *operands, do = operands
     attend = functools.partial(
-        jflux.attention, axis_name="tp", return_lse=return_lse, layout=layout, **options
-    )
+        jflux.attention, axis_name="tp", return_lse=return_lse, layout=layout,
+        alibi_slopes=slopes, **options,
+    )  # fmt: skip
     f = jax.shard_map(
         lambda sinks, *arrays: attend(*arrays, sinks=sinks), mesh=make_mesh((world,)),
         in_specs=(P(), *[SEQUENCE] * 3), out_specs=SEQUENCE,
@@ -75,15 +79,16 @@ def check(operands, world, *, return_lse=True, layout="zigzag", sinks=None, **op
         given = operands if sinks is None else [*operands, sinks]
         gradient = jax.grad(loss, tuple(range(len(given))), has_aux=True)
         gradients, (o, *lse) = jax.jit(gradient)(*given)
-    (want, want_lse), want_gradients = exact(*operands, do, options["causal"], sinks)
+    (want, want_lse), want_gradients = exact(*operands, do, options["causal"], sinks, slopes)
     dtype = operands[0].dtype
     assert o.dtype == dtype
+    of_bias = 0 if slopes is None else 4 * 2.0**-24 * o.shape[1]  # of biases in float32
     # Probabilities are rounded to the type before they multiply values, and so is the result.
-    unit = max(float(jnp.finfo(dtype).eps), 1e-6)
+    unit = max(float(jnp.finfo(dtype).eps), 1e-6, of_bias)
     np.testing.assert_allclose(np.asarray(o, np.float64), want, rtol=2 * unit, atol=2 * unit)
     for one in lse:
         assert one.dtype == jnp.float32
-        np.testing.assert_allclose(one, want_lse, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(one, want_lse, rtol=1e-5, atol=1e-5 + of_bias)
     for a, one, other in zip(given, gradients, want_gradients, strict=True):
         assert one.dtype == a.dtype
         atol = 8 * max(float(jnp.finfo(a.dtype).eps), unit) * np.abs(other).max()
@@ -106,6 +111,40 @@ def test_sinks(of, dtype, world, form):
     operands = drawn((1, 96 * world, 4, 2, 64), dtype, world)
     sinks = jnp.asarray([1.5, -2, 7, -20], of)
     check(operands, world, causal=True, form=form, sinks=sinks)
+
+
+@pytest.mark.parametrize("form", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize("width", [64, 128] if PLATFORM == "gpu" else [24])
+@pytest.mark.parametrize("world", [n for n in (2, 1, 4) if n <= RANKS])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float16])
+def test_slopes(dtype, world, width, form):
+    """Of 64 elements by cuDNN and of 128 by jflux's kernels, on GPUs, where they get 16 more."""
+    operands = drawn((1, 192 * world, 4, 4, width), dtype, world)
+    options = {"return_lse": form == "ring", "form": form}
+    slopes = jnp.asarray([0.5, 2**-0.5, 0.3, 2.0**-8])
+    check(operands, world, causal=True, slopes=slopes, **options)
+
+
+@pytest.mark.parametrize("length", [1 << 12, 1 << 16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_slopes_at_late_positions(dtype, length):
+    """Scores of the last queries with keys of all ages. Without a gradient or a sum over keys, so
+    an error is the bias's own."""
+    heads, width, scale = 8, 96, 96**-0.5
+    at = np.r_[0:64, length // 2 : length // 2 + 64, length - 128 : length].astype(np.int32)
+    q, k, _, _ = drawn((1, 256, heads, 1, width), dtype, 1)
+    slopes = jnp.asarray(2.0 ** -np.arange(0.5, heads), jnp.float32)
+
+    @jax.jit
+    def scores(q, k):
+        q, k = _alibi.extended(q, at, k, at, slopes, scale, length)
+        with jax.default_matmul_precision("float32"):
+            return scale * jnp.einsum("bshd,btgd->hst", q, k, preferred_element_type=jnp.float32)
+
+    want = scale * np.einsum("bshd,btgd->hst", *(np.asarray(a, np.float64) for a in (q, k)))
+    want += np.asarray(slopes, np.float64)[:, None, None] * (at - at[:, None]).astype(np.float64)
+    error = np.abs(np.asarray(scores(q, k), np.float64) - want).max()
+    assert error <= min(1e-2, 4 * 2.0**-24 * length), error
 
 
 @pytest.mark.parametrize("form", ["gather", "ring", "ulysses", "auto"])

@@ -218,6 +218,22 @@ def test_sinks_of_one_device_are_added_to_what_cudnn_gives(calls):
     assert {call[0] for call in calls} == {"forward", "backward"}
 
 
+@pytest.mark.parametrize("op", ["attention", "ulysses_attention", "one device"])
+def test_slopes_that_make_heads_too_long_are_a_warning(op, monkeypatch):
+    """Of 128 elements for cuDNN, where no kernel takes more."""
+    monkeypatch.setattr(meshes, "platform", lambda: "gpu")
+    f = functools.partial(_one_device.attend, alibi_slopes=np.ones(2))
+    if op != "one device":
+        f = functools.partial(getattr(jflux, op), axis_name="tp", alibi_slopes=np.ones(2))
+        split = P(None, "tp")
+        f = jax.shard_map(f, mesh=make_mesh((1,)), in_specs=(split,) * 3, out_specs=split)
+    with jflux.config(strict=True):
+        for width in (112, 136):
+            jax.eval_shape(f, *[jax.ShapeDtypeStruct((1, 64, 2, width), jnp.bfloat16)] * 3)
+        with pytest.raises(NotImplementedError, match="with alibi_slopes a head must .* got 136"):
+            jax.eval_shape(f, *[jax.ShapeDtypeStruct((1, 64, 2, 128), jnp.bfloat16)] * 3)
+
+
 @pytest.mark.parametrize("one_device", [False, True])
 def test_sinks_that_no_kernel_takes_are_a_warning(one_device, monkeypatch, caplog):
     """One call of cuDNN has a window, but no sinks. Its other calls have no window."""

@@ -72,6 +72,7 @@ def decodes(draw):
         "window": draw(st.one_of(st.none(), st.integers(0, here * world + 2))),
         "softcap": draw(st.sampled_from([None, 0.5, 30.0])),
         "scale": draw(st.sampled_from([None, 0.3, -2.0])),
+        "alibi_slopes": draw(st.sampled_from([None, 0.3 - np.arange(groups * queries) / 4])),
         "value_width": min(d, of_values or d) if latent else None,
     }
     tokens, lead = draw(st.integers(1, 4)), (batch, here * world, groups)
@@ -221,6 +222,7 @@ def test_sinks(world, dtype, module):
     shapes = (len(lengths), 4, 4), *[(len(lengths), here * world, 2, 4)] * 2
     operands = draw(*shapes, seed=1, dtype=jnp.dtype(dtype))
     options = {"window": 4, "softcap": 2.0, "sinks": np.array([0.5, -np.inf, 3, -2], np.float32)}
+    options["alibi_slopes"] = np.array([0.5, 0.25, 0, -0.125], np.float32)
     got = jax.jit(over_ranks(world, module=module, **options))(*operands, lengths)
     check(got, plain(*operands, lengths, **options), jnp.dtype(dtype))
 
@@ -261,7 +263,8 @@ def test_pages(world, window):
     lengths = np.array([s, s // 2 + 1, 0], np.int32)
     (k_pages, table), (v_pages, _) = (paged(a, world, size) for a in (k, v))
     (sinks,) = draw((4,), seed=2)
-    for options in ({"window": window}, {"window": window, "sinks": sinks}):
+    for options in ({"window": window}, {"sinks": sinks, "alibi_slopes": sinks}):
+        options["window"] = window
         got = jax.jit(over_ranks(world, **options))(q, k_pages, v_pages, lengths, table)
         check(got, plain(q, k, v, lengths, **options))
     # Pages that nothing is in, or that the window has left behind, need not be there.
@@ -325,7 +328,7 @@ def test_gradients(world, check_vma):
     s = 3 * world
     q, k, v = map(jnp.asarray, draw((4, 6, 4), (4, s, 3, 4), (4, s, 3, 4)))
     lengths = np.array([s, 0, 1, s // 2 + 1], np.int32)
-    weights = draw((4, 6, 4), (4, 6), seed=7)
+    weights, slopes = draw((4, 6, 4), (4, 6), seed=7), np.arange(-2, 4) / 4
     tangents = tuple(map(jnp.asarray, draw(q.shape, k.shape, v.shape, seed=8)))
 
     def loss(pair):
@@ -334,7 +337,8 @@ def test_gradients(world, check_vma):
 
     def whole(q, k, v):  # in JAX, with double `where`s
         scores = jnp.einsum("bgrd,bsgd->bgrs", q.reshape(4, 3, 2, 4), k) / 2
-        scores = 5 * jnp.tanh(scores / 5)
+        ahead = np.arange(s) - (lengths[:, None] - 1)
+        scores = 5 * jnp.tanh(scores / 5) + slopes.reshape(3, 2, 1) * ahead[:, None, None]
         may = (np.arange(s) < lengths[:, None]) & (np.arange(s) >= lengths[:, None] - 5)
         scores = jnp.where(may[:, None, None], scores, -1e30)
         lse = jax.scipy.special.logsumexp(scores, -1)
@@ -342,7 +346,8 @@ def test_gradients(world, check_vma):
         lse = jnp.where(may.any(1)[:, None, None], lse, 0).reshape(4, 6)
         return jnp.einsum("bgrs,bsgd->bgrd", p, v).reshape(4, 6, 4), lse
 
-    split = over_ranks(world, check_vma=check_vma, window=4, softcap=5.0)
+    options = {"window": 4, "softcap": 5.0, "alibi_slopes": slopes}
+    split = over_ranks(world, check_vma=check_vma, **options)
 
     def run(f):
         def g(q, k, v):
@@ -399,7 +404,8 @@ def test_vmap_and_remat(check_vma):
     world = COUNTS[-1]
     q, k, v = draw((2, 3, 4, 4), (2, 3, 3 * world, 2, 4), (2, 3, 3 * world, 2, 4))
     lengths = np.array([[3 * world, 1, 0], [3, 2, 2]], np.int32)
-    f = functools.partial(jflux.flash_decode, axis_name="tp", return_lse=True)
+    slopes = np.array([0.5, 0, -0.5, 1])
+    f = functools.partial(jflux.flash_decode, axis_name="tp", return_lse=True, alibi_slopes=slopes)
     cache = P(None, None, "tp")
     mapped = jax.shard_map(
         jax.vmap(jax.checkpoint(f)), mesh=make_mesh((world,)), in_specs=(P(), cache, cache, P()),
@@ -407,7 +413,7 @@ def test_vmap_and_remat(check_vma):
     )  # fmt: skip
     got = jax.jit(mapped)(q, k, v, lengths)
     for i in range(2):
-        check([a[i] for a in got], plain(q[i], k[i], v[i], lengths[i]))
+        check([a[i] for a in got], plain(q[i], k[i], v[i], lengths[i], alibi_slopes=slopes))
     gradient = jax.jit(jax.grad(lambda v: jnp.sum(mapped(q, k, v, lengths)[0])))(v)
     # The weights of a query sum to 1, of each of 4 heads, for each of 4 elements.
     np.testing.assert_allclose(gradient.sum((2, 3, 4)), 16.0 * (lengths > 0), rtol=1e-12)
@@ -554,6 +560,7 @@ Q, K, N = (2, 4, 8), (2, 6, 2, 8), (2,)
         ([Q, K, K, N], {"window": 2.5}, "window=2.5 must be a number of positions, 0 or more"),
         ([Q, K, K, N], {"softcap": -1.0}, "softcap=-1.0 must be greater than 0"),
         ([Q, K, K, N], {"sinks": np.zeros(8)}, r"sinks must be \[H\].* 4 heads .*got \(8,\)"),
+        ([Q, K, K, N], {"alibi_slopes": np.zeros(2)}, r"alibi_slopes must be \[H\].* 4 heads"),
         ([Q, K, K, N], {"block_table": np.zeros((3, 1), int)}, r"block_table must be \[B, P\] wit"),
         ([Q, K, K, N], {"block_table": np.zeros(2, int)}, r"block_table must be \[B, P\], got"),
     ],

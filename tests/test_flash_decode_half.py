@@ -95,19 +95,21 @@ def test_nothing_and_everything():
             assert length > 0 or not one.any()
 
 
+@pytest.mark.parametrize("alibi", [False, True])
 @pytest.mark.parametrize("tokens", [2, 5, 16])
 @pytest.mark.parametrize("window", [None, 37])
-def test_tokens(tokens, window):
+def test_tokens(tokens, window, alibi):
     """Those of a sequence that is shorter have no position; NaN is behind the last one's."""
+    options = {"window": window, "alibi_slopes": 2.0 ** -np.arange(1, 9) if alibi else None}
     lengths = np.array([700, 311, 3, 0, 16], np.int32)
     q, k, v = draw(
         (5, tokens, 8, 128), (5, 700, 2, 128), (5, 700, 2, 128), dtype=jnp.bfloat16, seed=tokens
     )
-    want = plain_tokens(q, k, v, lengths, window)
+    want = plain_tokens(q, k, v, lengths, **options)
     spoil(lengths, None, k, v)
-    check(run(q, k, v, lengths, window=window), want, jnp.bfloat16)
+    check(run(q, k, v, lengths, **options), want, jnp.bfloat16)
     (k_pages, table), (v_pages, _) = (paged(a, 1, 20) for a in (k, v))
-    check(run(q, k_pages, v_pages, lengths, table, window=window), want, jnp.bfloat16)
+    check(run(q, k_pages, v_pages, lengths, table, **options), want, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -1,9 +1,11 @@
 """Programs for GPUs can be lowered without one, and say what they would call."""
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from gpu_programs import all_programs, as_on_gpus, kernels_of
 from harness import PLATFORM, make_mesh
@@ -139,19 +141,21 @@ def test_ulysses_keeps_no_scores_of_calls_that_cudnn_does_not_take(
     jax.clear_caches()
 
 
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
 @pytest.mark.parametrize("op", ["ulysses_attention", "attention"])
-def test_sinks_take_the_kernels_of_attention_without_them(op, monkeypatch):
+def test_sinks_and_slopes_take_the_kernels_of_attention_without_them(op, name, monkeypatch):
     """And no scores of a whole sequence."""
     monkeypatch.setattr(meshes, "platform", lambda: "gpu")
 
-    def loss(sinks, q, k, v):
-        o = getattr(jflux, op)(q, k, v, axis_name="tp", causal=True, window=64, sinks=sinks)
-        return jnp.sum(o.astype(jnp.float32))
+    def loss(per_head, q, k, v):
+        options = {"window": 64, "causal": True, "axis_name": "tp", name: per_head}
+        return jnp.sum(getattr(jflux, op)(q, k, v, **options).astype(jnp.float32))
 
-    q, k = (jax.ShapeDtypeStruct((1, 512, heads, 64), "bfloat16") for heads in (8, 2))
-    sinks, texts = jax.ShapeDtypeStruct((8,), "float32"), []
+    width = 64 if name == "sinks" else 128  # of which cuDNN takes no longer heads
+    q, k = (jax.ShapeDtypeStruct((1, 512, heads, width), "bfloat16") for heads in (8, 2))
+    of_heads, texts = jax.ShapeDtypeStruct((8,), "float32"), []
     # Without them Ulysses takes one call of cuDNN.
-    for given in (sinks, None) if op == "attention" else (sinks,):
+    for given in (of_heads, None) if op == "attention" else (of_heads,):
         f = jax.shard_map(
             jax.grad(loss, (0, 1, 2, 3) if given else (1, 2, 3)),
             mesh=make_mesh((2,)), in_specs=(P(), *[P(None, "tp")] * 3),
@@ -164,6 +168,33 @@ def test_sinks_take_the_kernels_of_attention_without_them(op, monkeypatch):
     assert "jflux_flash_attention_backward" in kernels_of(texts[0])
     assert len({frozenset(kernels_of(text)) for text in texts}) == 1
     assert "512x512x" not in texts[0]
+
+
+def test_kernels_of_decoding():
+    """By the widths; slopes beside a cache without values have none, which strict mode says."""
+    lengths = np.array([9, 2])
+
+    def text_of(width, groups, **options):
+        q, k = (
+            jax.ShapeDtypeStruct(shape, "bfloat16")
+            for shape in ((2, 4, width), (2, 128, groups, width))
+        )
+        f = jax.jit(functools.partial(jflux.flash_decode, **options))
+        v = None if "value_width" in options else k
+        with as_on_gpus(), jflux.config(strict=True):
+            return f.trace(q, k, v, lengths).lower(lowering_platforms=("cuda",)).as_text()
+
+    slopes = np.ones(4)
+    assert "jflux_flash_decode" in kernels_of(text_of(64, 2))
+    assert "jflux_flash_decode" in kernels_of(text_of(64, 2, alibi_slopes=slopes))
+    assert "jflux_latent_decode" in kernels_of(text_of(576, 1, value_width=512))
+    for options, why in (
+        ({"value_width": 512, "alibi_slopes": slopes}, "the kernel takes no alibi_slopes"),
+        ({"value_width": 256}, r"keys and values have \(576, 256\) elements"),
+    ):
+        with pytest.raises(NotImplementedError, match=why):
+            text_of(576, 1, **options)
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize("lead", [(), (1,)])

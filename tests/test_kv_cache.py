@@ -74,13 +74,13 @@ def decoded(module, world, cache, q, k, v, starts, steps, **options):
 
 @EITHER
 @pytest.mark.parametrize("world", [n for n in (3, 1) if n <= RANKS])
-def test_sinks_of_one_token_at_a_time(world, module):
+def test_sinks_and_slopes_of_one_token_at_a_time(world, module):
     q, k, v = tokens(4)
-    sinks = np.array([0.5, -1, 2, -3, 0, 1])
+    options = {"sinks": np.array([0.5, -1, 2, -3, 0, 1]), "alibi_slopes": np.arange(-2, 4) / 2}
     starts = np.zeros(B, int)
-    _, o = decoded(module, world, empty(6), q, k, v, starts, 4, sinks=sinks)
+    _, o = decoded(module, world, empty(6), q, k, v, starts, 4, **options)
     for i in range(4):
-        want = row(q, k, v, starts + i + 1, sinks=sinks)
+        want = row(q, k, v, starts + i + 1, **options)
         np.testing.assert_allclose(o[i], want, rtol=1e-12, atol=1e-12)
 
 
@@ -158,6 +158,8 @@ OPTIONS = {
     "none": {}, "window": {"window": 3}, "softcap": {"softcap": 2.0, "scale": 0.7},
     "both": {"window": 5, "softcap": 1.5},
     "sinks": {"window": 5, "sinks": np.array([0.5, -1, 2, -np.inf, 0, 1])},
+    "alibi": {"window": 5, "alibi_slopes": np.array([0.5, 0.25, 0.1, 0, -1, 2])},
+    "alibi, softcap": {"softcap": 2.0, "alibi_slopes": np.array([0.5, 0.25, 0.1, 0, -1, 2])},
 }  # fmt: skip
 
 

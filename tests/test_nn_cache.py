@@ -42,12 +42,14 @@ def operands(heads, groups, length, seed=0):
     return [rng.standard_normal(shape) / shape[0] ** 0.5 for shape in shapes]
 
 
-def plain(x, query, key, value, out, window=None, sinks=None):
+def plain(x, query, key, value, out, window=None, sinks=None, slopes=None):
     q, k, v = (np.einsum("bsd,dhc->bshc", x, w) for w in (query, key, value))
     q, k = np.asarray(jnn.Rotary()(q)), np.asarray(jnn.Rotary()(k))
     group, length = q.shape[2] // k.shape[2], x.shape[1]
     k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
     scores = np.einsum("bshc,bthc->bhst", q, k) / C**0.5
+    if slopes is not None:
+        scores += slopes[:, None, None] * (np.arange(length) - np.arange(length)[:, None])
     may = np.tri(length, dtype=bool)
     if window is not None:
         may &= ~np.tri(length, k=-window, dtype=bool)
@@ -225,19 +227,20 @@ def test_a_window():
 
 
 @pytest.mark.parametrize("way", [(2, 2), (1, 2)] if RANKS >= 4 else [(1, 1)], ids=str)
-def test_sinks(way):
+def test_sinks_and_slopes(way):
     """Of a prompt, of one token and of several, also by a core of one's own."""
     x, *weights = operands(4, 2, 8, seed=2)
-    sinks, mesh = np.array([0.5, -1.0, 2.0, 0.0]), make_mesh(way, ("cp", "tp"))
+    mesh = make_mesh(way, ("cp", "tp"))
+    sinks, slopes = np.array([0.5, -1.0, 2.0, 0.0]), np.array([0.5, 0.25, -0.5, 0])
     options = {
         "axis_name": "tp", "context_axis": "cp", "rotate": jnn.Rotary(), "mesh": mesh,
-        "sinks": sinks,
+        "sinks": sinks, "alibi_slopes": slopes,
         "cache_core": functools.partial(jflux.attend_to_cache, axis_name="cp", window=2),
     }  # fmt: skip
     cache = jnn.init_cache(
         B, 8, 4, C, num_kv_heads=2, dtype=x.dtype, axis_name="tp", context_axis="cp", mesh=mesh
     )
-    want = plain(x, *weights, sinks=sinks)
+    want = plain(x, *weights, sinks=sinks, slopes=slopes)
 
     @jax.jit
     def run(x, cache):
@@ -255,7 +258,7 @@ def test_sinks(way):
     close(y, want[:, :4])
     close(one, want[:, 4:5])
     close(two, want[:, 5:7])
-    close(in_window, plain(x, *weights, window=3, sinks=sinks)[:, 4:6])
+    close(in_window, plain(x, *weights, 3, sinks, slopes)[:, 4:6])
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,9 @@ def operands(heads, groups, seed=0):
     return [rng.standard_normal(shape) / shape[0] ** 0.5 for shape in shapes]
 
 
-def plain(x, query, key, value, out, sinks=None, *, ids=None, rotate=True, causal=True):
+def plain(
+    x, query, key, value, out, sinks=None, slopes=None, *, ids=None, rotate=True, causal=True
+):
     """With sinks the softmax has one more column, which is dropped. `rotate` may be positions."""
     q, k, v = (jnp.einsum("bsd,dhc->bshc", x, w) for w in (query, key, value))
     if rotate is not False:
@@ -49,6 +51,9 @@ def plain(x, query, key, value, out, sinks=None, *, ids=None, rotate=True, causa
     group = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
     scores = jnp.einsum("bshc,bthc->bhst", q, k) / C**0.5
+    if slopes is not None:
+        ahead = np.arange(S) - np.arange(S)[:, None]
+        scores += jax.lax.stop_gradient(slopes)[:, None, None] * ahead
     may = jnp.tri(S, dtype=bool)[None] if causal else jnp.ones((1, S, S), bool)
     if ids is not None:
         may = may & (ids[:, :, None] == ids[:, None, :])
@@ -166,50 +171,51 @@ def test_inside_shard_map_with_documents(context, tensor, sequence_parallel):
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("context, tensor", [(2, 2), (1, 2), (1, 1)])
-def test_sinks(context, tensor, inside):
+def test_sinks_and_slopes(context, tensor, inside):
     """Those of each rank's heads inside shard_map; global ones, with a core of one's own."""
     if context * tensor > RANKS:
         pytest.skip("too few devices")
-    arrays = [*operands(4, 2), np.array([0.5, -1.0, 3.0, 0.0])]
+    arrays = [*operands(4, 2), np.array([0.5, -1.0, 3.0, 0.0]), np.array([0.5, 0.25, -0.5, 0])]
     mesh = make_mesh((context, tensor), ("cp", "tp"))
 
-    def core(q, k, v, *, mask, is_causal, sinks):
-        return jflux.attention(q, k, v, axis_name="cp", causal=is_causal, sinks=sinks)
+    def core(q, k, v, *, mask, is_causal, **per_head):
+        assert sorted(per_head) == ["alibi_slopes", "sinks"]
+        return jflux.attention(q, k, v, axis_name="cp", causal=is_causal, **per_head)
 
-    def layer(x, query, key, value, out, sinks, core=None, **over):
+    def layer(x, query, key, value, out, sinks, slopes, core=None, **over):
         return jnn.attention(
-            x, query, key, value, out, sinks=sinks, axis_name="tp", context_axis="cp", core=core,
-            is_causal=True, rotate=jnn.Rotary(), residual=x, **over,
+            x, query, key, value, out, sinks=sinks, alibi_slopes=slopes, axis_name="tp",
+            context_axis="cp", core=core, is_causal=True, rotate=jnn.Rotary(), residual=x, **over,
         )  # fmt: skip
 
     heads, sequence = P(None, "tp", None), P(None, ("cp", "tp"))
     f = functools.partial(layer, mesh=mesh, core=core)
     if inside:
         f = jax.shard_map(
-            layer, mesh=mesh, in_specs=(sequence, heads, heads, heads, P("tp"), P("tp")),
+            layer, mesh=mesh, in_specs=(sequence, heads, heads, heads, *[P("tp")] * 3),
             out_specs=sequence,
         )  # fmt: skip
     same(both(reordered(f, context, "zigzag"), arrays), both(plain, arrays))
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_sinks_without_a_context_axis(masked):
+def test_sinks_and_slopes_without_a_context_axis(masked):
     """In JAX's attention."""
-    arrays = [*operands(4, 2), np.array([0.5, -1.0, 3.0, 0.0])]
+    arrays = [*operands(4, 2), np.array([0.5, -1.0, 3.0, 0.0]), np.array([0.5, 0.25, -0.5, 0])]
     ids = np.sort(np.random.default_rng(1).integers(3, size=(B, S)), 1) if masked else None
     mask = (ids[:, :, None] == ids[:, None, :])[:, None] if masked else None
     mesh = make_mesh((min(2, RANKS),))
 
-    def layer(x, query, key, value, out, sinks):
+    def layer(x, query, key, value, out, sinks, slopes):
         return jnn.attention(
-            x, query, key, value, out, sinks=sinks, axis_name="tp", is_causal=True, mask=mask,
-            rotate=jnn.Rotary(), residual=x, mesh=mesh,
+            x, query, key, value, out, sinks=sinks, alibi_slopes=slopes, axis_name="tp",
+            is_causal=True, mask=mask, rotate=jnn.Rotary(), residual=x, mesh=mesh,
         )  # fmt: skip
 
     want = both(functools.partial(plain, ids=ids), arrays)
     same(both(layer, arrays), want, 1e-5)  # its scores are float32
     with pytest.raises(ValueError, match=r"jflux.nn.attention: sinks must be \[H\].* 4 heads"):
-        layer(*arrays[:5], np.zeros(2))
+        layer(*arrays[:5], np.zeros(2), None)
 
 
 def test_a_core_of_a_window():
@@ -250,6 +256,7 @@ def test_layers(kind):
         "num_kv_heads": 2, "is_causal": True, "rotate": jnn.Rotary(), "context_axis": "cp",
         "dtype": jnp.float64, "param_dtype": jnp.float64, "use_bias": False, "head_dim": C,
         "use_sinks": True, "bias_init": nn.initializers.normal(1.0),
+        "alibi_slopes": (0.5, 0.25, -0.5, 0),
     }  # fmt: skip
     ids = np.sort(np.random.default_rng(1).integers(3, size=(B, S)), 1)
     in_order = jflux.reorder_for_causal(ids, 2)
@@ -272,7 +279,8 @@ def test_layers(kind):
         def whole(x, params):
             names = ("query", "key", "value", "out")
             weights = (params[name]["kernel"] for name in names)
-            return plain(x, *weights, params["sinks"], ids=ids)
+            slopes = np.array(options["alibi_slopes"])
+            return plain(x, *weights, params["sinks"], slopes, ids=ids)
 
         params = jax.tree.map(np.asarray, params)
         assert params["sinks"].shape == (4,) and params["sinks"].any()
@@ -402,8 +410,10 @@ def test_attention_fn_with_sinks(lenient):
     keys = np.arange(1.0, 5)[:, None]
     want = keys / (keys + np.exp(options["sinks"] - C**0.5))
     np.testing.assert_allclose(fn(q, k, v)[0, :, :, 0], want)
-    with pytest.raises(ValueError, match="sinks= are not for what falls back"):
-        fn(q, k, v, mask=mask)
+    for name in ("sinks", "alibi_slopes"):
+        fn = jnn.attention_fn("cp", mesh=options["mesh"], **{name: options["sinks"]})
+        with pytest.raises(ValueError, match=f"{name}= are not for what falls back"):
+            fn(q, k, v, mask=mask)
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])

@@ -28,12 +28,12 @@ def draw(*shapes, seed=0):
     return [rng.standard_normal(shape) for shape in shapes]
 
 
-def plain(q, k, v, mask=None, sinks=None):
+def plain(q, k, v, mask=None, sinks=None, bias=0):
     """(attention, log-sum-exp [B, S, H]) with grouped heads, by the definition. With sinks [H] the
     softmax has one more column, which is dropped."""
     group = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
-    scores = jnp.einsum("bshd,bthd->bhst", q, k) / q.shape[3] ** 0.5
+    scores = jnp.einsum("bshd,bthd->bhst", q, k) / q.shape[3] ** 0.5 + bias
     if mask is not None:
         scores = jnp.where(mask, scores, -jnp.inf)
     columns = [scores]
@@ -357,9 +357,10 @@ def test_ulysses_takes_a_core():
 @pytest.mark.parametrize("ids", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "reference"])
-def test_sinks_of_ulysses(module, dtype, ids):
-    """Each rank has those of its heads."""
+def test_sinks_and_slopes_of_ulysses(module, dtype, ids):
+    """Each rank has those of its heads, and their slopes."""
     world = min(3, RANKS)
+    slopes = np.arange(-1, 2 * world - 1) / 4
     length = 2 * world
     *operands, sinks = draw((2, length, 2 * world, 8), *[(2, length, 1, 8)] * 2, (2 * world,))
     operands = [jnp.asarray(a, dtype) for a in operands]
@@ -368,8 +369,9 @@ def test_sinks_of_ulysses(module, dtype, ids):
     def call(sinks, *operands):
         *operands, segments = operands
         return module.ulysses_attention(
-            *operands, axis_name="tp", segment_ids=segments, sinks=sinks, causal=True
-        )
+            *operands, axis_name="tp", segment_ids=segments, sinks=sinks, causal=True,
+            alibi_slopes=slopes,
+        )  # fmt: skip
 
     split = jax.shard_map(
         call, mesh=make_mesh((world,)), in_specs=(P(), *[SEQUENCE] * 4), out_specs=SEQUENCE
@@ -388,7 +390,9 @@ def test_sinks_of_ulysses(module, dtype, ids):
 
     got = both(lambda q, k, v, s: split(s, q, k, v, segments), *operands, sinks)
     wide = [a.astype(jnp.float64) for a in operands]
-    want = both(lambda q, k, v, s: plain(q, k, v, mask, s)[0], *wide, sinks)
+    i, j = np.arange(length)[:, None], np.arange(length)
+    bias = slopes[:, None, None] * (j - i)
+    want = both(lambda q, k, v, s: plain(q, k, v, mask, s, bias)[0], *wide, sinks)
     bound = 16 * max(float(jnp.finfo(dtype).eps), 1e-6)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, rtol=bound, atol=bound * np.abs(other).max())
@@ -404,8 +408,9 @@ def test_a_core_of_ulysses_gets_the_sinks_of_its_heads():
     sinks = np.arange(2.0 * world)
     got = over_ranks(world, core=core, sinks=sinks)(*operands)
     np.testing.assert_array_equal(got, np.broadcast_to(sinks[:, None], got.shape))
-    with pytest.raises(ValueError, match=r"jflux.ulysses_attention: sinks must be \[H\]"):
-        over_ranks(world, sinks=sinks[:1])(*operands)
+    for name in ("sinks", "alibi_slopes"):
+        with pytest.raises(ValueError, match=rf"jflux.ulysses_attention: {name} must be \[H\]"):
+            over_ranks(world, **{name: sinks[:1]})(*operands)
 
 
 @pytest.mark.parametrize(

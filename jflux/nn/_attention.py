@@ -17,7 +17,8 @@ from jax.typing import DTypeLike
 
 from .._ops import _recipe
 from .._ops._recipe import AnyRecipe
-from .._ops.attention import _one_device, _sinks
+from .._ops.attention import _one_device
+from .._ops.attention._checks import per_head
 from .._ops.attention._kv_cache_parts import capacity_of, check_known
 from .._ops.attention.attention import attention as over_ranks
 from .._ops.attention.kv_cache import KVCache, attend_to_cache, fill_cache, new_positions
@@ -45,6 +46,7 @@ class Options(TypedDict, total=False):
     context_layout: Layout
     segment_ids: jax.Array | None
     sinks: jax.Array | None
+    alibi_slopes: jax.Array | None
     new_lengths: jax.Array | None
     prefill: bool
     cache_core: Callable[..., tuple[jax.Array, KVCache]] | None
@@ -109,6 +111,7 @@ def attention(
     context_layout: Layout = "zigzag",
     segment_ids: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
     cache: KVCache | None = None,
     new_lengths: jax.Array | None = None,
     prefill: bool = False,
@@ -162,7 +165,7 @@ def attention(
         `segment_ids` do not begin at 0 again: after a rotation scores depend on differences of
         positions alone.
       core: called as ``core(q, k, v, mask=..., is_causal=...)`` for q [b, s, h/N, c] and k, v
-        [b, s, g/N, c], with `sinks` also with ``sinks=``; by default
+        [b, s, g/N, c], with `sinks` and `alibi_slopes` also with these; by default
         ``jax.nn.dot_product_attention``, on GPUs by cuDNN for calls that cuDNN takes (then there is
         no forward mode), or else by jflux's kernel for those that it takes; with `context_axis` or
         a cache :func:`jflux.attention`. With `context_axis` q has the rank's own s/C positions.
@@ -171,13 +174,14 @@ def attention(
       segment_ids: int [b, s/C], of documents, the same along `axis_name`; with `context_axis`.
       sinks: [h/N], floating: a logit of each head of queries in the denominator of its softmax, as
         in :func:`jflux.attention`. Differentiable.
+      alibi_slopes: [h/N], floating: of ALiBi, as in :func:`jflux.attention`, constants.
       cache: keys and values of earlier tokens. Not with `mask` or `segment_ids`.
       new_lengths: int [b], how many of x's positions a sequence has, the same on all ranks. What
         follows them is padding: it is not written, and y has no meaning there. None: all.
       prefill: x is a prompt, and begins the sequences.
       cache_core: in decoding, called as ``cache_core(cache, q, k, v, new_lengths)``, with `sinks`
-        also with ``sinks=``; by default :func:`jflux.attend_to_cache` along `context_axis`. Needed
-        beside a `core`, which is that of prompts alone.
+        and `alibi_slopes` also with these; by default :func:`jflux.attend_to_cache` along
+        `context_axis`. Needed beside a `core`, which is that of prompts alone.
       sequence_parallel: False: x and the result are whole, [b, s, d], on all ranks.
       recipe: of the projections; scores and their sums are as without.
       preferred_element_type, precision, mesh, x_spec: as in :func:`jflux.all_gather_matmul`.
@@ -191,8 +195,8 @@ def attention(
     if len(bias) != 4:
         raise ValueError(f"{_OP}: bias must be four arrays or None, got {len(bias)}")
     operands = _Operands(
-        x, query, key, value, out, residual, mask, segment_ids, sinks, new_lengths,
-        *(KVCache(*cache) if cache else (None,) * 4), *bias,
+        x, query, key, value, out, residual, mask, segment_ids, sinks, alibi_slopes,
+        new_lengths, *(KVCache(*cache) if cache else (None,) * 4), *bias,
     )  # fmt: skip
     options = _Options(
         axis_name, is_causal, rotate, core, context_axis, context_layout, prefill, cache_core,
@@ -219,6 +223,7 @@ class _Operands:
     mask: Any
     segment_ids: Any
     sinks: Any
+    alibi_slopes: Any
     new_lengths: Any
     cache_keys: Any
     cache_values: Any
@@ -265,7 +270,8 @@ class _Options:
                 raise ValueError(
                     f"{_OP}: {name} must be {shape}, got {w.shape}; reshape a matrix to it"
                 )
-        _sinks.check(_OP, a.sinks, a.query.shape[1])
+        for name in ("sinks", "alibi_slopes"):
+            per_head(_OP, name, getattr(a, name), a.query.shape[1])
         meshes.axes_of(self.context_axis, self.axis_name)  # which are different ones
         check_layout(_OP, self.context_layout)
         if self.context_axis is None and a.segment_ids is not None:
@@ -333,10 +339,11 @@ class _Options:
     ) -> tuple[jax.Array, KVCache | None]:
         """(o, the cache with k and v)."""
         axis, core, cache = self.context_axis, self.core, a.cache
-        sinks = {} if a.sinks is None else {"sinks": a.sinks}
+        given = {"sinks": a.sinks, "alibi_slopes": a.alibi_slopes}
+        more = {name: one for name, one in given.items() if one is not None}
         if cache is not None and not self.prefill:
             attend = self.cache_core or functools.partial(attend_to_cache, axis_name=axis)
-            return attend(cache, q, k, v, a.new_lengths, **sinks)
+            return attend(cache, q, k, v, a.new_lengths, **more)
         if core is None and (axis is not None or cache is not None):
             core = functools.partial(
                 _over_ranks, axis_name=axis, layout=self.context_layout, segment_ids=a.segment_ids
@@ -349,7 +356,7 @@ class _Options:
             return q, cache
         is_causal = self.is_causal or cache is not None
         core = core or _one_device.attend
-        return core(q, k, v, mask=a.mask, is_causal=is_causal, **sinks), cache
+        return core(q, k, v, mask=a.mask, is_causal=is_causal, **more), cache
 
 
 def _over_global_arrays(options: _Options, a: _Operands, mesh: Any, x_spec: Any) -> Any:
@@ -379,8 +386,9 @@ def _over_global_arrays(options: _Options, a: _Operands, mesh: Any, x_spec: Any)
     specs = _Operands(
         sequence, PartitionSpec(None, names, None), kv, kv, PartitionSpec(names, None, None),
         sequence, PartitionSpec(*mask_batch), PartitionSpec(*batch, context or None),
-        PartitionSpec(names), of_cache.lengths, of_cache.keys, of_cache.values, of_cache.lengths,
-        of_cache.lengths, PartitionSpec(names, None), kv_bias, kv_bias, PartitionSpec(),
+        PartitionSpec(names), PartitionSpec(names), of_cache.lengths, of_cache.keys,
+        of_cache.values, of_cache.lengths, of_cache.lengths, PartitionSpec(names, None), kv_bias,
+        kv_bias, PartitionSpec(),
     )  # fmt: skip
     y = global_arrays.with_specs(
         functools.partial(_attention, options, kv_is_whole, added=padding.added), "nn.attention",

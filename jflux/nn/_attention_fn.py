@@ -226,11 +226,12 @@ def _scaled(query: jax.Array, options: dict[str, Any]) -> jax.Array:
     """Queries for an attention that divides scores by sqrt(c)."""
     if options.get("softcap") is not None or options.get("return_lse"):
         raise ValueError(f"{_OP}: softcap= and return_lse= are not for what falls back")
-    if options.get("sinks") is not None:
-        raise ValueError(
-            f"{_OP}: sinks= are not for what falls back, since Flax's attention has none; use "
-            "causal=, window= or segment_ids= of attention_fn in place of a mask"
-        )
+    for name in ("sinks", "alibi_slopes"):
+        if options.get(name) is not None:
+            raise ValueError(
+                f"{_OP}: {name}= are not for what falls back, since Flax's attention has none; use "
+                "causal=, window= or segment_ids= of attention_fn in place of a mask"
+            )
     scale = options.get("scale")
     return query if scale is None else query * (scale * query.shape[-1] ** 0.5)
 

@@ -11,6 +11,9 @@ import jax.numpy as jnp
 
 from .._ops._scaled import Scaled
 from .._ops.attention.kv_cache import KVCache
+from .._ops.attention.ulysses_attention import of_own_heads
+from .._ranks import meshes
+from .._ranks.meshes import AxisName
 from ._cache import init_cache
 
 try:
@@ -93,6 +96,14 @@ def sizes_of_attention(
     if head_dim is None and d % heads:
         raise ValueError(f"num_heads={heads} must divide the width {d}, or head_dim be given")
     return heads, kv_heads, head_dim or d // heads
+
+
+def own_slopes(slopes: Sequence[float] | None, axis_name: AxisName) -> jax.Array | None:
+    """ALiBi's slopes of all heads; inside ``shard_map`` those of this rank's."""
+    if slopes is None:
+        return None
+    whole = jnp.asarray(slopes, jnp.float32)
+    return of_own_heads(whole, axis_name) if meshes.is_bound(axis_name) else whole
 
 
 #: What a layer's state calls the arrays of its cache, as Flax's own attention layers do. The block

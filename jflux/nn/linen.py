@@ -194,6 +194,7 @@ class Attention(_Layer):
         ``cached_value`` are then [pages of all ranks, page_size, g, head_dim].
       use_sinks: there is a parameter ``sinks`` [heads], a logit of each head in the denominator of
         its softmax (:func:`jflux.attention`). `bias_init` draws it.
+      alibi_slopes: of all heads, numbers: ALiBi's (:func:`jflux.attention`), no parameters.
       axes: logical names of d, of heads, of heads of keys and values, and of a head's elements.
     """
 
@@ -213,6 +214,7 @@ class Attention(_Layer):
     page_size: int | None = None
     pages: int | None = None
     use_sinks: bool = False
+    alibi_slopes: Sequence[float] | None = None
 
     @nn.compact
     def __call__(
@@ -249,7 +251,8 @@ class Attention(_Layer):
             "bias": weights[1::2], "mask": mask, "residual": residual, "is_causal": self.is_causal,
             "num_kv_heads": kv_heads, "rotate": self.rotate, "core": self.core,
             "context_axis": self.context_axis, "context_layout": self.context_layout,
-            "segment_ids": segment_ids, "sinks": sinks, **options_of(self),
+            "segment_ids": segment_ids, "sinks": sinks,
+            "alibi_slopes": _flax.own_slopes(self.alibi_slopes, self.axis_name), **options_of(self),
         }  # fmt: skip
         if not self.decode:
             _flax.cache_of("linen", (), block_table, False)

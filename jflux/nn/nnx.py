@@ -290,6 +290,7 @@ class Attention(_Layer):
       cache_core: as in :func:`jflux.nn.attention`.
       use_sinks: there is a parameter ``sinks`` [heads], a logit of each head in the denominator of
         its softmax (:func:`jflux.attention`). `bias_init` draws it.
+      alibi_slopes: of all heads, numbers: ALiBi's (:func:`jflux.attention`), no parameters.
       axes: logical names of the width, of heads, of heads of keys and values, and of a head's
         elements.
       options: of all layers; see :mod:`jflux.nn.nnx`.
@@ -311,6 +312,7 @@ class Attention(_Layer):
         decode: bool = False,
         cache_core: Callable[..., tuple[jax.Array, KVCache]] | None = None,
         use_sinks: bool = False,
+        alibi_slopes: Sequence[float] | None = None,
         axes: Axes = ("embed", "heads", "kv_heads", "kv"),
         kernel_init: Initializer = _flax.kernel_init,
         bias_init: Initializer = _flax.bias_init,
@@ -331,6 +333,7 @@ class Attention(_Layer):
         self.key = self.product(new, d, (self.num_kv_heads, c), (embed, kv_axis, c_axis))
         self.value = self.product(new, d, (self.num_kv_heads, c), (embed, kv_axis, c_axis))
         self.out = self.product(new, (heads, c), d, (heads_axis, c_axis, embed))
+        self.alibi_slopes = None if alibi_slopes is None else tuple(alibi_slopes)
         self.use_sinks = use_sinks
         if use_sinks:
             sinks = bias_init(rngs.params(), (heads,), self.param_dtype)
@@ -367,6 +370,7 @@ class Attention(_Layer):
             is_causal=self.is_causal, num_kv_heads=self.num_kv_heads, rotate=self.rotate,
             core=self.core, context_axis=self.context_axis, context_layout=self.context_layout,
             segment_ids=segment_ids, sinks=self.sinks[...] if self.use_sinks else None,
+            alibi_slopes=_flax.own_slopes(self.alibi_slopes, self.axis_name),
             new_lengths=new_lengths, prefill=prefill,
             cache=_flax.cache_of("nnx", [a.get_value() for a in cached], block_table, self.paged),
             cache_core=self.cache_core, **options_of(self),

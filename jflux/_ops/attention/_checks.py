@@ -20,8 +20,11 @@ _MOST_POSITIONS = np.iinfo(np.int32).max
 Window = int | tuple[int | None, int | None] | None
 
 
-def check(op: str, q: Any, k: Any, v: Any, segment_ids: Any, causal: bool, window: Any) -> None:
-    """Raises ValueError or TypeError for operands that do not fit each other."""
+def check(
+    op: str, q: Any, k: Any, v: Any, segment_ids: Any, slopes: Any, causal: bool, window: Any
+) -> None:
+    """Raises ValueError or TypeError for operands that do not fit each other. What there is for
+    each head is checked by :func:`per_head`."""
     for name, a in {"q": q, "k": k, "v": v}.items():
         if a.ndim != 4:
             raise ValueError(f"{op}: {name} must be [B, S/N, heads, D], got {a.shape}")
@@ -34,6 +37,7 @@ def check(op: str, q: Any, k: Any, v: Any, segment_ids: Any, causal: bool, windo
         "causal": causal,
         "window": window_of(op, window) is not None,
         "segment_ids": segment_ids is not None,
+        "alibi_slopes": slopes is not None,
     }
     if is_cross(q, k) and (given := [name for name, is_given in options.items() if is_given]):
         raise ValueError(
@@ -59,19 +63,43 @@ def check(op: str, q: Any, k: Any, v: Any, segment_ids: Any, causal: bool, windo
         raise TypeError(f"{op}: segment_ids must be integers, got {segment_ids.dtype}")
 
 
-def of_one_width(
-    op: str, q: jax.Array, k: jax.Array, v: jax.Array, scale: float | None
-) -> tuple[jax.Array, jax.Array, jax.Array, float]:
-    """q, k, v and the scale of scores, where keys [..., D] and values [..., E] may have different
-    widths: the narrower ones are padded with zeros. A result's elements from E on are zeros then.
+def per_head(op: str, name: str, a: Any, heads: int) -> jax.Array | None:
+    """A number of each head as an array, for queries of so many heads.
+
+    Raises:
+      ValueError, TypeError: what does not fit.
     """
-    scale = scale_of(op, scale, q.shape[3])
-    width = max(k.shape[3], v.shape[3])
-    q, k, v = (
-        a if a.shape[3] == width else jnp.pad(a, ((0, 0),) * 3 + ((0, width - a.shape[3]),))
-        for a in (q, k, v)
-    )
-    return q, k, v, scale
+    if a is None:
+        return None
+    a = jnp.asarray(a)
+    if a.shape != (heads,):
+        raise ValueError(
+            f"{op}: {name} must be [H], one number for each of the {heads} heads of queries that "
+            f"the call has, got {a.shape}; the same for all heads is jnp.full({heads}, x), and "
+            "where ranks have heads of their own, each passes the numbers of these"
+        )
+    if not jnp.issubdtype(a.dtype, jnp.floating):
+        raise TypeError(f"{op}: {name} must be floating, got {a.dtype}; cast them to float32")
+    return a
+
+
+def of_one_width(
+    q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q, k and v, where keys [..., D] and values [..., E] may have different widths: the narrower
+    ones are padded with zeros. A result's elements from E on are zeros then (:func:`of_width`)."""
+    width = max(k.shape[-1], v.shape[-1])
+
+    def padded(a: jax.Array) -> jax.Array:
+        added = width - a.shape[-1]
+        return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, added)]) if added else a
+
+    return padded(q), padded(k), padded(v)
+
+
+def of_width(o: jax.Array, width: int) -> jax.Array:
+    """A result [..., D] without the elements that padding has added."""
+    return o if o.shape[-1] == width else o[..., :width]
 
 
 def check_values(op: str, k: Any, v: Any, value_width: int | None) -> None:

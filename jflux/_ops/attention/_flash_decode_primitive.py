@@ -52,13 +52,14 @@ MOST_TOKENS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """A call, less its operands q, k[, v], bounds[, scales of k, of v][, block_table].
+    """A call, less its operands q, k[, v], bounds[, scales of k, of v][, block_table][, slopes].
 
     Attributes:
       value_width: how many first elements of a key are its value, and then there is no v and no
         scale of v; 0: there is.
       scaled: k and v are of 8 bits, and have scales [..., 1]: of each row, or [1, 1, G, 1].
       paged: there is a block_table.
+      alibi: there are slopes.
       capacity: positions of all ranks' parts.
       scale, softcap: of the scores; no softcap: 0.
       splits: parts of a sequence that different warps attend to.
@@ -72,6 +73,7 @@ class Params:
     splits: int
     scaled: bool = False
     paged: bool = False
+    alibi: bool = False
     precision: str | None = None
     value_width: int = 0
 
@@ -86,6 +88,7 @@ def attend(
     v: Cache | None,
     bounds: jax.Array,
     block_table: jax.Array | None,
+    slopes: jax.Array | None,
     *,
     capacity: int,
     scale: float,
@@ -96,19 +99,21 @@ def attend(
     and v [B, S, G, E], or of the pages [pages, page size, G, ...] that `block_table` [B, P] names
     (-1: there is none): [B, T, H, E + 1], the output and after it the log-sum-exp, in float32 or
     float64. All integers are int32. A sequence whose end is not from 0 to `capacity` is an error,
-    or NaN. Without v values are the first `value_width` elements of keys."""
+    or NaN. The slopes [H] are those of ALiBi. Without v values are the first `value_width` elements
+    of keys."""
     positions = _positions(k, block_table)
+    slopes = None if slopes is None else slopes.astype(sum_dtype(q.dtype))
     is_scaled = isinstance(k, Scaled)
     splits = splits_of(q.shape, k.shape[2], positions, is_scaled, v is None)
-    tables = () if block_table is None else (block_table,)
     params = Params(
-        capacity, float(scale), float(softcap or 0), splits, is_scaled, bool(tables),
-        default_precision(), value_width,
+        capacity, float(scale), float(softcap or 0), splits, is_scaled, block_table is not None,
+        slopes is not None, default_precision(), value_width,
     )  # fmt: skip
     caches = [k] if v is None else [k, v]
     values = [a.values if isinstance(a, Scaled) else a for a in caches]
     scales = [a.scale for a in caches if isinstance(a, Scaled)]
-    operands = map(jnp.asarray, (q, *values, bounds, *scales, *tables))
+    given = [a for a in (block_table, slopes) if a is not None]
+    operands = map(jnp.asarray, (q, *values, bounds, *scales, *given))
     primitive = _flash_decode if v is not None else _latent_decode
     return primitive.bind(*operands, params=params)[0]
 
@@ -129,14 +134,15 @@ def check_scales(op: str, caches: Mapping[str, Any]) -> None:
         raise TypeError(f"{op}: {' and '.join(names)} must have one type, got {', '.join(types)}")
 
 
-def _operands(arrays: Any, params: Params) -> tuple[Any, Any, Any, Any, Any]:
-    """(q, k, v, bounds, block_table)."""
+def _operands(arrays: Any, params: Params) -> tuple[Any, Any, Any, Any, Any, Any]:
+    """(q, k, v, bounds, block_table, slopes)."""
+    *arrays, slopes = arrays if params.alibi else (*arrays, None)
     q, k, *rest = arrays
     v = None if params.value_width else rest.pop(0)
     bounds, *rest = rest
     if params.scaled:
         k, v = Scaled(k, rest[0]), None if v is None else Scaled(v, rest[1])
-    return q, k, v, bounds, rest[-1] if params.paged else None
+    return q, k, v, bounds, rest[-1] if params.paged else None, slopes
 
 
 def bounds_of(
@@ -170,6 +176,7 @@ def attend_reference(
     v: Cache | None,
     bounds: jax.Array,
     block_table: jax.Array | None,
+    slopes: jax.Array | None,
     *,
     capacity: int,
     scale: float,
@@ -192,7 +199,10 @@ def attend_reference(
         attended &= may_be_read[:, None]
     rows = q if tokens == 1 else q.swapaxes(1, 2)  # the tokens of a head together
     rows = rows.reshape(batch, heads * tokens, width)
-    out, lse = attend_to_local_keys(rows, keys, values, attended, scale=scale, softcap=softcap)
+    out, lse = attend_to_local_keys(
+        rows, keys, values, attended, slopes, position - (own - 1 + token), scale=scale,
+        softcap=softcap,
+    )  # fmt: skip
     pair = jnp.concatenate([out, lse[..., None]], -1)
     if tokens == 1:
         pair = pair[:, None]
@@ -252,6 +262,8 @@ def attend_to_local_keys(
     k: jax.Array,
     v: jax.Array,
     attended: jax.Array,
+    slopes: jax.Array | None,
+    ahead: jax.Array,
     *,
     scale: float,
     softcap: float | None,
@@ -262,6 +274,8 @@ def attend_to_local_keys(
     Args:
       q: of T tokens, rows [B, H T, D]: those of a head side by side.
       attended: bool [B, T, S].
+      slopes: ALiBi's [H], which are constants.
+      ahead: int32 [B, T, S], by how much a key's position is more than its query's.
 
     Returns:
       The output [B, H T, E] and the log-sum-exp [B, H T], both float32 or float64.
@@ -274,6 +288,9 @@ def attend_to_local_keys(
     scores = scores.reshape(len(q), shape[1] // max(tokens, 1), *attended.shape[1:])
     if softcap is not None:  # whose derivative at a NaN is one
         scores = softcap * jnp.tanh(jnp.where(attended[:, None], scores, 0) / softcap)
+    if slopes is not None:
+        slopes = lax.stop_gradient(slopes).astype(scores.dtype)
+        scores += slopes[:, None, None] * ahead[:, None]
     scores = jnp.where(attended[:, None], scores, -jnp.inf).reshape(shape)
     highest = lax.stop_gradient(jnp.max(scores, -1, initial=-jnp.inf))
     base = jnp.where(highest == -jnp.inf, 0, highest)
@@ -361,7 +378,7 @@ def _reference(arrays: Arrays, params: Params) -> list[jax.Array]:
 
 def _check_lengths(arrays: Arrays, params: Params) -> Arrays:
     """The operands, if their lengths are right; else the call's error."""
-    _, k, _, bounds, table = _operands(arrays, params)
+    _, k, _, bounds, table, _ = _operands(arrays, params)
     check = jax.ffi.ffi_call(f"jflux_{OP}", jax.ShapeDtypeStruct(bounds.shape, bounds.dtype))
     positions = _positions(k, table)
     if not bounds.size or not positions:
@@ -402,6 +419,8 @@ def _why_not_latent(arrays: Arrays, params: Params, platform: str) -> str | None
         return f"keys and values have {widths} elements, the kernel takes {LATENT_WIDTHS}"
     if params.scaled:
         return "the cache is of 8 bits"
+    if params.alibi:
+        return "the kernel takes no alibi_slopes"
     return None
 
 
@@ -429,7 +448,7 @@ def _why_not_portable(arrays: Arrays, params: Params, platform: str) -> str | No
 
 def _flops(arrays: Arrays, params: Params) -> int:
     """The FLOPs for all positions of this rank. Tracing does not know the lengths."""
-    q, k, v, _, table = _operands(arrays, params)
+    q, k, v, _, table, _ = _operands(arrays, params)
     widths = q.shape[3] + (params.value_width or v.shape[3])
     return pairs_flops(q, _positions(k, table)) * widths // max(1, 2 * q.shape[3])
 
@@ -470,7 +489,7 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
         "softcap": np.float64(params.softcap),
         "splits": np.int64(params.splits),
         "paged": params.paged,
-        "alibi": False,
+        "alibi": params.alibi,
     }
 
 

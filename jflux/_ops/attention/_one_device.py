@@ -18,9 +18,9 @@ from ..._call import explain, plans
 from ..._call.forms import TRACED, Call, Form, WhyNot, choose, decomposed
 from ..._call.plans import Arrays, Machine, Path, Plan
 from ..._ranks import meshes
-from . import _cudnn, _cudnn_by_chunks, _nonfinite, _passes, flash_attention
+from . import _alibi, _cudnn, _cudnn_by_chunks, _nonfinite, _passes, flash_attention
 from ._blockwise import Scores, default_precision
-from ._checks import scale_of, window_of
+from ._checks import of_width, scale_of, window_of
 from ._split_sequence import Params
 
 _OP = "attention of one device"
@@ -94,10 +94,18 @@ def attend(
     local_window_size: int | tuple[int, int] | None = None,
     scale: float | None = None,
     sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
 ) -> jax.Array:
-    """``jax.nn.dot_product_attention`` with another choice of its form on GPUs, and with a logit of
-    each head of queries in the denominator, `sinks` [H] (_sinks.py)."""
-    arrays, options = (q, k, v, mask, sinks), _Options(is_causal, local_window_size, scale)
+    """``jax.nn.dot_product_attention`` with another choice of its form on GPUs, with a logit of
+    each head of queries in the denominator, `sinks` [H] (_sinks.py), and with a bias of each head,
+    of `alibi_slopes` [H] (_alibi.py)."""
+    width, options = v.shape[-1], _Options(is_causal, local_window_size, scale)
+    if alibi_slopes is not None:
+        scores, length = options.scores(q), q.shape[-3]
+        at = jnp.arange(length, dtype=jnp.int32)
+        q, k, v = _alibi.with_bias(scores, q, k, v, at, alibi_slopes, length, warns=True)
+        options = dataclasses.replace(options, scale=scores.scale)
+    arrays = (q, k, v, mask, sinks)
     plan, form = choose(_FORMS, Call(arrays, options))
     assert form is not None
     if sinks is not None and form is _FORMS[-1]:
@@ -105,7 +113,7 @@ def attend(
     o = form.run(arrays, options, plan)
     if meshes.platform() == "gpu" and plan.path != Path.FUSED:  # a kernel tells it itself
         explain.note_once(_OP, (q, k, v), (o,), plan)
-    return o
+    return of_width(o, width)
 
 
 @dataclasses.dataclass(frozen=True)

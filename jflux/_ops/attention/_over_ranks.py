@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,22 @@ from ..collectives.exchange import (
     all_to_all,
     all_to_all_reference,
 )
-from . import _cudnn_by_chunks, _sequence_form, _sinks, ulysses_attention
+from . import _alibi, _cudnn_by_chunks, _sequence_form, _sinks, ulysses_attention
 from ._blockwise import Scores, default_precision
-from ._checks import Window, check_heads, scale_of, softcap_of, window_of
+from ._checks import (
+    Window,
+    check_heads,
+    of_one_width,
+    of_width,
+    scale_of,
+    softcap_of,
+    window_of,
+)
 from ._forms import one_call, passes_of
 from ._passes import CUDNN, attend, attend_reference
 from ._sequence_form import SequenceForm
 from ._split_sequence import Params
-from .sequence_layouts import Layout, check_length, in_ranks, in_sequence
+from .sequence_layouts import Layout, check_length, in_ranks, in_sequence, own_positions
 
 OP = "jflux.attention"
 
@@ -65,27 +73,30 @@ class AttentionOptions:
         )  # fmt: skip
 
 
-#: (q, k, v, segment ids, sinks) -> (o, log-sum-exp), of one rank's arrays. The log-sum-exp is None
-#: if o is one call of cuDNN, which returns none; with `return_lse` it is not that call.
-_Attend = Callable[..., tuple[jax.Array, Any]]
+class Operands(NamedTuple):
+    """One rank's arrays, as :func:`jflux.attention` takes them. They have been checked."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    segment_ids: jax.Array | None = None
+    sinks: jax.Array | None = None
+    alibi_slopes: jax.Array | None = None
 
 
-def attend_over_ranks(
-    options: AttentionOptions,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    sinks: jax.Array | None,
-) -> Any:
-    """:func:`jflux.attention` of one rank's arrays, which have been checked."""
-    scores = options.scores(q)
+#: Of one rank's arrays (o, log-sum-exp). The log-sum-exp is None if o is one call of cuDNN, which
+#: returns none; with `return_lse` it is not that call.
+_Attend = Callable[[Operands], tuple[jax.Array, Any]]
+
+
+def attend_over_ranks(options: AttentionOptions, a: Operands) -> Any:
+    """:func:`jflux.attention` of one rank's arrays."""
+    scores = options.scores(a.q)
     over_sequence: _Attend = functools.partial(_over_sequence, options, scores)
-    arrays = (q, k, v, segment_ids, sinks)
     if options.heads_axis is None:
-        o, lse = over_sequence(*arrays)
+        o, lse = over_sequence(a)
     else:
-        o, lse = _by_heads(options, options.heads_axis, over_sequence, *arrays)
+        o, lse = _by_heads(options, options.heads_axis, over_sequence, a)
     return (o, lse) if options.return_lse else o
 
 
@@ -93,11 +104,7 @@ def _by_heads(
     options: AttentionOptions,
     axis_name: AxisName,
     attend_of_heads: _Attend,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    sinks: jax.Array | None,
+    a: Operands,
     *,
     layout: Layout = "contiguous",
 ) -> tuple[jax.Array, Any]:
@@ -114,59 +121,71 @@ def _by_heads(
         else (all_gather, all_to_all)
     )
     axis = meshes.as_tuple(axis_name)
-    check_heads(OP, q, k, ranks := meshes.axis_size(axis))
-    rows = [*ulysses_attention.to_heads(axis, q, k, v, exchange)]
-    if segment_ids is not None:
-        rows.append(gather(segment_ids, axis_name=axis, axis=1, tiled=True))
-    q, k, v, *ids = (in_sequence(a, ranks, layout) for a in rows)
-    if sinks is not None:
-        sinks = _sinks.of_own_heads(sinks, axis)
-    o, lse = attend_of_heads(q, k, v, ids[0] if ids else None, sinks)
+    check_heads(OP, a.q, a.k, ranks := meshes.axis_size(axis))
+    rows = [*ulysses_attention.to_heads(axis, a.q, a.k, a.v, exchange)]
+    if a.segment_ids is not None:
+        rows.append(gather(a.segment_ids, axis_name=axis, axis=1, tiled=True))
+    q, k, v, *ids = (in_sequence(one, ranks, layout) for one in rows)
+    sinks, slopes = (
+        None if one is None else ulysses_attention.of_own_heads(one, axis)
+        for one in (a.sinks, a.alibi_slopes)
+    )
+    o, lse = attend_of_heads(Operands(q, k, v, ids[0] if ids else None, sinks, slopes))
 
-    def back(a: jax.Array) -> jax.Array:
-        return ulysses_attention.to_positions(axis, in_ranks(a, ranks, layout), exchange)
+    def back(one: jax.Array) -> jax.Array:
+        return ulysses_attention.to_positions(axis, in_ranks(one, ranks, layout), exchange)
 
     return back(o), back(lse) if options.return_lse else None
 
 
-def _over_sequence(
-    options: AttentionOptions,
-    scores: Scores,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    sinks: jax.Array | None,
-) -> tuple[jax.Array, Any]:
+def _over_sequence(options: AttentionOptions, scores: Scores, a: Operands) -> tuple[jax.Array, Any]:
     """Attention over a sequence that is split over `axis_name` alone."""
-    axis = None if options.axis_name is None else meshes.as_tuple(options.axis_name)
-    _, ranks = meshes.rank_and_size(axis)
-    check_length(OP, options.layout, ranks, "q", q)
-    if 0 in q.shape or 0 in k.shape:
-        lse = jnp.full(q.shape[:3], -jnp.inf, sum_dtype(q.dtype))
-        return _sinks.added(jnp.zeros_like(q), lse, sinks)
-    arrays = (q, k, v, segment_ids, sinks)
+    rank, ranks = meshes.rank_and_size(options.axis_name)
+    check_length(OP, options.layout, ranks, "q", a.q)
+    (*rows, _), width = a.q.shape, a.v.shape[3]
+    if 0 in a.q.shape or 0 in a.k.shape:
+        lse = jnp.full(rows, -jnp.inf, sum_dtype(a.q.dtype))
+        return _sinks.added(jnp.zeros((*rows, width), a.q.dtype), lse, a.sinks)
+    if a.alibi_slopes is None:
+        q, k, v = of_one_width(a.q, a.k, a.v)
+    else:
+        at = own_positions(rank, rows[1], ranks, options.layout)
+        q, k, v = _alibi.with_bias(
+            scores, a.q, a.k, a.v, at, a.alibi_slopes, ranks * rows[1],
+            warns=not options.is_reference,
+        )  # fmt: skip
+    o, lse = _of_one_width(options, scores, ranks, a._replace(q=q, k=k, v=v, alibi_slopes=None))
+    return of_width(o, width), lse
+
+
+def _of_one_width(
+    options: AttentionOptions, scores: Scores, ranks: int, a: Operands
+) -> tuple[jax.Array, Any]:
+    """:func:`_over_sequence` of q, k and v of one width."""
     if ranks == 1:
-        return _by_keys(options, scores, False, *arrays)
+        return _by_keys(options, scores, False, a)
     alone, differentiated = (
-        _choose(options, scores, ranks, q, k, segment_ids, is_differentiated)
-        for is_differentiated in (False, True)
+        _choose(options, scores, ranks, a, is_differentiated) for is_differentiated in (False, True)
     )
     if alone[1] == differentiated[1]:
-        return _in_form(options, scores, alone, *arrays)
-    assert segment_ids is None and not options.return_lse  # see _sequence_form.py
+        return _in_form(options, scores, alone, a)
+    assert a.segment_ids is None and not options.return_lse  # see _sequence_form.py
 
     precision = default_precision()  # of the call; JAX traces derivatives later
+    there = {name: one for name, one in a._asdict().items() if one is not None}
 
     def attend_in(chosen: tuple[Plan, SequenceForm]) -> Callable[..., tuple[jax.Array]]:
-        def call(q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> Any:
+        def call(*arrays: jax.Array) -> Any:
+            operands = Operands(**dict(zip(there, arrays, strict=True)))
             with jax.default_matmul_precision(precision):
-                return _in_form(options, scores, chosen, q, k, v, None, *(sinks or (None,)))[:1]
+                return _in_form(options, scores, chosen, operands)[:1]
 
         return call
 
-    of_both = derivatives.if_differentiated(attend_in(alone), attend_in(differentiated), axis)
-    (o,) = of_both(q, k, v, *(() if sinks is None else (sinks,)))
+    of_both = derivatives.if_differentiated(
+        attend_in(alone), attend_in(differentiated), options.axis_name
+    )
+    (o,) = of_both(*there.values())
     return o, None
 
 
@@ -174,17 +193,18 @@ def _choose(
     options: AttentionOptions,
     scores: Scores,
     ranks: int,
-    q: jax.Array,
-    k: jax.Array,
-    segment_ids: jax.Array | None,
+    a: Operands,
     differentiated: bool,
 ) -> tuple[Plan, SequenceForm]:
     """The form of a call, and why."""
+    q, k = a.q, a.k
     on_gpus = meshes.platform() == "gpu" and not options.is_reference
     why_no_cudnn = None
     if on_gpus and _sequence_form.splits_heads(q.shape[2], k.shape[2], ranks):
         own_q, own_k = (_of_whole_sequence(a, ranks) for a in (q, k))
-        why_no_cudnn = _cudnn_by_chunks.why_not(own_q, own_k, scores, "contiguous", 1, segment_ids)
+        why_no_cudnn = _cudnn_by_chunks.why_not(
+            own_q, own_k, scores, "contiguous", 1, a.segment_ids
+        )
     call = _sequence_form.SplitCall(
         options.form, ranks, options.layout, scores, options.return_lse, differentiated,
         why_no_cudnn, options.heads_axis is not None, jax.process_count(),
@@ -200,7 +220,7 @@ def _of_whole_sequence(a: jax.Array, ranks: int) -> Any:
 
 
 def _in_form(
-    options: AttentionOptions, scores: Scores, chosen: tuple[Plan, SequenceForm], *arrays: Any
+    options: AttentionOptions, scores: Scores, chosen: tuple[Plan, SequenceForm], a: Operands
 ) -> tuple[jax.Array, Any]:
     """Attention over ranks, in one form."""
     plan, form = chosen
@@ -209,36 +229,27 @@ def _in_form(
         own = dataclasses.replace(options, axis_name=None, layout="contiguous")
         in_order = scores.causal or scores.window is not None
         o, lse = _by_heads(
-            options, options.axis_name, functools.partial(_of_heads, own, scores), *arrays,
+            options, options.axis_name, functools.partial(_of_heads, own, scores), a,
             layout=options.layout if in_order else "contiguous",
         )  # fmt: skip
     else:
-        o, lse = _by_keys(options, scores, form == "ring", *arrays)
+        o, lse = _by_keys(options, scores, form == "ring", a)
     if not options.is_reference:
-        explain.note_once("attention", arrays[:3], (o,), plan)
+        explain.note_once("attention", a[:3], (o,), plan)
     return o, lse
 
 
-def _of_heads(
-    options: AttentionOptions, scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any
-) -> tuple[jax.Array, Any]:
+def _of_heads(options: AttentionOptions, scores: Scores, a: Operands) -> tuple[jax.Array, Any]:
     """A rank's heads of a whole sequence. By itself jflux exchanges heads where cuDNN computes them
     (_sequence_form.py): by the passes that have a forward mode too."""
     if options.form == "auto":
         params = Params(None, 1, scores, "contiguous", precision=default_precision())
-        return attend(params, CUDNN.gathered, q, k, v, *rest)
-    return _by_keys(options, scores, False, q, k, v, *rest)
+        return attend(params, CUDNN.gathered, *a[:5])
+    return _by_keys(options, scores, False, a)
 
 
 def _by_keys(
-    options: AttentionOptions,
-    scores: Scores,
-    ring: bool,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    sinks: jax.Array | None,
+    options: AttentionOptions, scores: Scores, ring: bool, a: Operands
 ) -> tuple[jax.Array, Any]:
     """Attention of a rank's queries to the keys of all ranks, gathered or around a ring."""
     axis = None if options.axis_name is None else meshes.as_tuple(options.axis_name)
@@ -246,9 +257,10 @@ def _by_keys(
     params = Params(
         axis, ranks, scores, options.layout, ring, options.return_lse, default_precision()
     )
+    arrays = q, k, v, segment_ids, _ = a[:5]
     if options.is_reference:
-        return attend_reference(params, q, k, v, segment_ids, sinks)
-    passes = passes_of(params, q, k, v, segment_ids, sinks)
+        return attend_reference(params, *arrays)
+    passes = passes_of(params, *arrays)
     if passes.forward is one_call:  # JAX has its derivative
         return one_call(params, q, k, v, segment_ids)
-    return attend(params, passes, q, k, v, segment_ids, sinks)
+    return attend(params, passes, *arrays)

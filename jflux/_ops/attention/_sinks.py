@@ -14,41 +14,9 @@ l' counts the sink, so parts of the keys are merged before their sink is added.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-from ..._ranks import meshes
-from ..._ranks.meshes import AxisName
-
-
-def check(op: str, sinks: Any, heads: int) -> jax.Array | None:
-    """Sinks as an array, for queries of so many heads.
-
-    Raises:
-      ValueError, TypeError: sinks that do not fit.
-    """
-    if sinks is None:
-        return None
-    sinks = jnp.asarray(sinks)
-    if sinks.shape != (heads,):
-        raise ValueError(
-            f"{op}: sinks must be [H], one logit for each of the {heads} heads of queries that the "
-            f"call has, got {sinks.shape}; one for all heads is jnp.full({heads}, sink), and where "
-            "ranks have heads of their own, each passes the sinks of these"
-        )
-    if not jnp.issubdtype(sinks.dtype, jnp.floating):
-        raise TypeError(f"{op}: sinks must be floating, got {sinks.dtype}; cast them to float32")
-    return sinks
-
-
-def of_own_heads(sinks: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Those of this rank's heads, where ranks along the axis split the heads."""
-    rank, ranks = meshes.rank_and_size(axis_name)
-    own = len(sinks) // ranks
-    return lax.dynamic_slice_in_dim(sinks, rank * own, own)
 
 
 def added(o: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:

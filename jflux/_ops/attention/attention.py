@@ -13,10 +13,10 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
-from . import _sequence_form, _sinks
-from ._checks import Window, check, is_cross, of_one_width
+from . import _alibi, _sequence_form
+from ._checks import Window, check, is_cross, per_head
 from ._over_ranks import OP as _OP
-from ._over_ranks import AttentionOptions, attend_over_ranks
+from ._over_ranks import AttentionOptions, Operands, attend_over_ranks
 from ._sequence_form import SequenceForm
 from .sequence_layouts import Layout, check_layout
 
@@ -31,6 +31,7 @@ class Options(TypedDict, total=False):
     window: Window
     segment_ids: Any
     sinks: Any
+    alibi_slopes: Any
     scale: float | None
     softcap: float | None
     form: SequenceForm
@@ -61,6 +62,7 @@ def attention(
     window: Window = None,
     segment_ids: Any = None,
     sinks: Any = None,
+    alibi_slopes: Any = None,
     scale: float | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
@@ -147,6 +149,14 @@ def attention(
         gpt-oss (arXiv 2508.10925; StreamingLLM, arXiv 2309.17453). Neither `scale` nor `softcap`
         changes it. Differentiable, and the same on all ranks of `axis_name` and `heads_axis`; where
         another axis splits heads, those of the rank's own. A sink of -inf is none.
+      alibi_slopes: [H], floating: of ALiBi (arXiv 2108.12409, section 3), where the score s_ij of
+        head h has ``slope_h (j - i)`` more, for positions i and j of the whole sequence. Without
+        `causal` that is what later positions have too, not ``-slope_h |i - j|``. The log-sum-exp
+        counts it. Constants, without a gradient; the same on all ranks, or the rank's own, as
+        `sinks` are. Not with `softcap`, which would bend it, nor with keys of another sequence.
+        Heads get 16 elements more, 8 for up to 256 positions, which hold the bias, travel and are
+        multiplied: cuDNN takes up to 128 in all, jflux's kernels up to 256. An error of the bias is
+        a few times 2^-24 of the largest one of the sequence.
       scale: by default 1 / sqrt(D).
       softcap: c, as above (arXiv 2408.00118, section 2).
       return_lse: return l too, float32 (float64 for float64). Both are differentiable. l counts the
@@ -173,51 +183,53 @@ def attention(
         axis_name, heads_axis, causal, layout, window, scale, softcap, return_lse, form, mesh,
         q_spec,
     )  # fmt: skip
-    return _global_attention(options, q, k, v, segment_ids, sinks)
+    return _global_attention(options, Operands(q, k, v, segment_ids, sinks, alibi_slopes))
 
 
 @functools.wraps(attention, assigned=())
 def reference(
-    q: Any, k: Any, v: Any, *, segment_ids: Any = None, sinks: Any = None, **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    segment_ids: Any = None,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    **options: Any,
 ) -> Any:
     """:func:`jflux.attention` in plain `lax`, on every platform: in blocks, with `lax`'s exchanges,
     and differentiated as it is written, less with `segment_ids`: then in blocks too."""
     return _global_attention(
-        AttentionOptions(**options, is_reference=True), q, k, v, segment_ids, sinks
+        AttentionOptions(**options, is_reference=True),
+        Operands(q, k, v, segment_ids, sinks, alibi_slopes),
     )
 
 
-def _global_attention(
-    options: AttentionOptions, q: Any, k: Any, v: Any, segment_ids: Any, sinks: Any
-) -> Any:
+def _global_attention(options: AttentionOptions, a: Operands) -> Any:
     """Checks the operands of a call, global arrays or one rank's, and computes it."""
-    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
-    segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
-    check(_OP, q, k, v, segment_ids, options.causal, options.window)
-    of_values = v.shape[3]
-    q, k, v, scale = of_one_width(_OP, q, k, v, options.scale)
-    options = dataclasses.replace(options, scale=scale)
-    if is_cross(q, k):  # without positions any layout will do
+    a = Operands(*jax.tree.map(jnp.asarray, tuple(a)))
+    check(_OP, *a[:4], a.alibi_slopes, options.causal, options.window)
+    if is_cross(a.q, a.k):  # without positions any layout will do
         options = dataclasses.replace(options, layout="contiguous")
-    sinks = _sinks.check(_OP, sinks, q.shape[2])
+    heads = a.q.shape[2]
+    per_head(_OP, "sinks", a.sinks, heads)
+    _alibi.check(_OP, a.alibi_slopes, heads, options.scale, options.softcap)
     check_layout(_OP, options.layout)
     _sequence_form.check_form(_OP, options.form)
 
     def body(**operands: Any) -> Any:
-        found = attend_over_ranks(options, **operands)
-        if of_values == k.shape[3]:
-            return found
-        return jax.tree.map(lambda a: a[..., :of_values] if a.ndim == 4 else a, found)
+        return attend_over_ranks(options, Operands(**operands))
 
-    operands = {"q": q, "k": k, "v": v, "segment_ids": segment_ids, "sinks": sinks}
+    q, operands = a.q, a._asdict()
     names = meshes.axes_of(options.axis_name, options.heads_axis)
     if not names or meshes.is_bound(names):
         return body(**operands)
     spec = global_arrays._with_axis(global_arrays._spec(q, options.q_spec), 4, 1, names)
     rows, numbers = PartitionSpec(*spec[:3]), PartitionSpec(*spec[:2])
-    specs = {"q": spec, "k": spec, "v": spec, "segment_ids": numbers}
+    of_heads = PartitionSpec(*spec[2:3])
+    specs = Operands(spec, spec, spec, numbers, of_heads, of_heads)  # type: ignore[arg-type]
     return global_arrays.with_specs(
-        body, "attention", operands, specs | {"sinks": PartitionSpec(*spec[2:3])},
+        body, "attention", operands, specs._asdict(),
         axis_name=names, mesh=options.mesh,
         out_specs=(spec, rows) if options.return_lse else spec,
     )  # fmt: skip

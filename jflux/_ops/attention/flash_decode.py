@@ -13,7 +13,7 @@ from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from .._scaled import Scaled
 from . import _flash_decode_primitive, _sinks, decode_merge
-from ._checks import DTYPES, Window, check_values, scale_of, softcap_of, window_of
+from ._checks import DTYPES, Window, check_values, per_head, scale_of, softcap_of, window_of
 
 _OP = "jflux.flash_decode"
 
@@ -25,6 +25,7 @@ class Options(TypedDict, total=False):
     block_table: jax.Array | None
     window: Window
     sinks: jax.Array | None
+    alibi_slopes: jax.Array | None
     softcap: float | None
     scale: float | None
     value_width: int | None
@@ -71,6 +72,7 @@ def flash_decode(
     block_table: jax.Array | None = None,
     window: Window = None,
     sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     value_width: int | None = None,
@@ -133,6 +135,9 @@ def flash_decode(
         query attends to; of (left, right), left, where None leaves none out.
       sinks: [H], floating: a logit of each head of q in the denominator of its softmax, as in
         :func:`jflux.attention`; the same on all ranks. They are added after the merge.
+      alibi_slopes: [H], floating: of ALiBi, as in :func:`jflux.attention`: s_t has
+        ``slope_h (t - p)`` more, after the softcap. Constants, without a gradient; the same on all
+        ranks. The kernel of `value_width` does not take them.
       softcap: bounds the scores.
       scale: of the scores; by default 1 / sqrt(D).
       value_width: E, where v_cache is None: the first E elements of a key are its value, as in the
@@ -168,8 +173,9 @@ def flash_decode(
     """
     return _flash_decode(
         decode_merge.merge_over_ranks, _flash_decode_primitive.attend, q, k_cache, v_cache, lengths,
-        axis_name=axis_name, block_table=block_table, window=window, sinks=sinks, softcap=softcap,
-        scale=scale, value_width=value_width, return_lse=return_lse,
+        axis_name=axis_name, block_table=block_table, window=window, sinks=sinks,
+        alibi_slopes=alibi_slopes, softcap=softcap, scale=scale, value_width=value_width,
+        return_lse=return_lse,
     )  # fmt: skip
 
 
@@ -183,6 +189,7 @@ def reference(
     block_table: jax.Array | None = None,
     window: Window = None,
     sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     value_width: int | None = None,
@@ -192,8 +199,9 @@ def reference(
     return _flash_decode(
         decode_merge.reference, _flash_decode_primitive.attend_reference, q, k_cache, v_cache,
         lengths,
-        axis_name=axis_name, block_table=block_table, window=window, sinks=sinks, softcap=softcap,
-        scale=scale, value_width=value_width, return_lse=return_lse,
+        axis_name=axis_name, block_table=block_table, window=window, sinks=sinks,
+        alibi_slopes=alibi_slopes, softcap=softcap, scale=scale, value_width=value_width,
+        return_lse=return_lse,
     )  # fmt: skip
 
 
@@ -209,13 +217,15 @@ def _flash_decode(
     block_table: Any,
     window: Window,
     sinks: Any,
+    alibi_slopes: Any,
     softcap: float | None,
     scale: float | None,
     value_width: int | None,
     return_lse: bool,
 ) -> Any:
     _check(q, k, v, lengths, block_table, value_width)
-    sinks = _sinks.check(_OP, sinks, q.shape[-2])
+    sinks = per_head(_OP, "sinks", sinks, q.shape[-2])
+    slopes = per_head(_OP, "alibi_slopes", alibi_slopes, q.shape[-2])
     span = window_of(_OP, window)
     scale, softcap = scale_of(_OP, scale, q.shape[-1]), softcap_of(_OP, softcap)
     queries = q if q.ndim == 4 else jnp.expand_dims(q, 1)
@@ -234,7 +244,7 @@ def _flash_decode(
     tokens = queries.shape[1]
     bounds = _flash_decode_primitive.bounds_of(lengths - tokens, lengths, span, rank * here, tokens)
     pair = attend(
-        queries, k, v, bounds, block_table, capacity=most, scale=scale, softcap=softcap,
+        queries, k, v, bounds, block_table, slopes, capacity=most, scale=scale, softcap=softcap,
         value_width=value_width or 0,
     )  # fmt: skip
     pair = pair.reshape(*q.shape[:-1], pair.shape[-1])

@@ -12,15 +12,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ... import _config
 from ..._call import value_checks
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from .._epilogue import sum_dtype
 from .._recipe import Format
 from .._scaled import Scaled
-from . import _flash_decode_primitive, _sinks, decode_merge, flash_attention, update_cache
+from . import (
+    _alibi,
+    _flash_decode_primitive,
+    _sinks,
+    decode_merge,
+    flash_attention,
+    update_cache,
+)
 from ._blockwise import NOWHERE, Positions, Scores
-from ._checks import Window, check_values, of_one_width, scale_of, softcap_of, window_of
+from ._checks import (
+    Window,
+    check_values,
+    of_one_width,
+    of_width,
+    per_head,
+    scale_of,
+    softcap_of,
+    window_of,
+)
 from ._kv_cache_parts import ADVICE, ADVICE_ON_PAGES, check_cache, check_known, part_of
 from ._kv_cache_parts import KVCache as KVCache
 from .sequence_layouts import Layout, check_length, own_positions
@@ -133,6 +150,7 @@ def attend_to_cache(
     axis_name: AxisName | None = None,
     window: Window = None,
     sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     value_width: int | None = None,
@@ -164,6 +182,7 @@ def attend_to_cache(
         to; of (left, right), left, where None leaves none out.
       sinks: [H], floating: a logit of each head of q in the denominator of its softmax, as in
         :func:`jflux.attention`; the same on all ranks. Differentiable.
+      alibi_slopes: [H], floating: of ALiBi, as in :func:`jflux.flash_decode`.
       softcap: c: a score x becomes ``c tanh(x / c)``.
       scale: of the scores; by default 1 / sqrt(D).
       value_width: E, where the cache has no values and v is None: the first E elements of a key are
@@ -196,8 +215,9 @@ def attend_to_cache(
       ((1, 1, 1, 4), [11])
     """
     return _attend(
-        _OPS, kv_cache, q, k, v, new_lengths, axis_name, window, sinks, softcap, scale, value_width
-    )
+        _OPS, kv_cache, q, k, v, new_lengths, axis_name, window, sinks, alibi_slopes, softcap,
+        scale, value_width,
+    )  # fmt: skip
 
 
 def attend_to_cache_reference(
@@ -210,14 +230,15 @@ def attend_to_cache_reference(
     axis_name: AxisName | None = None,
     window: Window = None,
     sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     value_width: int | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """:func:`jflux.attend_to_cache` in plain `lax`, which does not raise on CPUs."""
     return _attend(
-        _REFERENCES, kv_cache, q, k, v, new_lengths, axis_name, window, sinks, softcap, scale,
-        value_width,
+        _REFERENCES, kv_cache, q, k, v, new_lengths, axis_name, window, sinks, alibi_slopes,
+        softcap, scale, value_width,
     )  # fmt: skip
 
 
@@ -311,6 +332,7 @@ def _attend(
     axis_name: AxisName | None,
     window: Window,
     sinks: Any,
+    slopes: Any,
     softcap: float | None,
     scale: float | None,
     value_width: int | None,
@@ -319,7 +341,8 @@ def _attend(
     check_cache(op, kv_cache, k, v, new_lengths, "new_lengths")
     check_values(op, k, v, value_width)
     _check_queries(op, q, k)
-    sinks = _sinks.check(op, sinks, q.shape[2])
+    sinks = per_head(op, "sinks", sinks, q.shape[2])
+    slopes = per_head(op, "alibi_slopes", slopes, q.shape[2])
     span, softcap = window_of(op, window), softcap_of(op, softcap)
     part = part_of(op, kv_cache, axis_name)
     tokens, capacity = q.shape[1], part.capacity
@@ -360,8 +383,8 @@ def _attend(
         first = positions[:, 0] if tokens == 1 else value_checks.to_int32(lengths)
         bounds = _flash_decode_primitive.bounds_of(first, ends, span, part.rank * part.here, tokens)
         pair = ops.attend(
-            q_here, keys, values, bounds, part.columns, capacity=capacity, scale=scores.scale,
-            softcap=softcap, value_width=value_width or 0,
+            q_here, keys, values, bounds, part.columns, slopes, capacity=capacity,
+            scale=scores.scale, softcap=softcap, value_width=value_width or 0,
         )  # fmt: skip
     else:
         caches = [
@@ -373,7 +396,9 @@ def _attend(
             own = jnp.where(there, own, NOWHERE)
         keys_here, values_here = caches if values is not None else caches * 2
         values_here = values_here[..., :value_width]
-        o, lse = _attend_to_local_keys(q_here, keys_here, values_here, positions, own, scores)
+        o, lse = _attend_to_local_keys(
+            q_here, keys_here, values_here, positions, own, scores, slopes, capacity
+        )
         pair = jnp.concatenate([o, lse[..., None]], -1)
         fits = jnp.all(positions < capacity, 1)[:, None, None, None]
         pair = jnp.where(fits, pair, jnp.nan)
@@ -392,9 +417,11 @@ def _attend_to_local_keys(
     positions: jax.Array,
     own: jax.Array,
     scores: Scores,
+    slopes: jax.Array | None,
+    capacity: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of q [B, T, H, D] at `positions` [B, T] to a rank's part of the cache, [B, s, G, D]
-    at the positions `own` [B or 1, s].
+    at the positions `own` [B or 1, s], with ALiBi's `slopes` [H].
 
     Returns:
       (o [B, T, H, D], log-sum-exp [B, T, H]), float32 or float64.
@@ -404,25 +431,31 @@ def _attend_to_local_keys(
     if 0 in q.shape or 0 in keys.shape:
         wide = sum_dtype(q.dtype)
         return jnp.zeros((*q.shape[:3], of_values), wide), jnp.full(q.shape[:3], -jnp.inf, wide)
-    if tokens > 1 and tokens * heads > MOST_ROWS:
+    why_not = None if slopes is None else _alibi.why_not(scores.scale, scores.softcap)
+    if tokens > 1 and tokens * heads > MOST_ROWS and why_not is None:
         # Positions that no token attends to may hold NaN. Zeros take their place: a weight of zero
         # would not keep the NaN out of the product.
         read = (own <= jnp.max(positions, 1)[:, None])[..., None, None]
         keys, values = jnp.where(read, keys, 0), jnp.where(read, values, 0)
-        wide = sum_dtype(q.dtype)
-        q, keys, values, _ = of_one_width("attend_to_cache", q, keys, values, scores.scale)
+        if slopes is not None:
+            q, keys = _alibi.extended(q, positions, keys, own, slopes, scores.scale, capacity)
+        q, keys, values = of_one_width(q, keys, values)
         o, lse = flash_attention.forward(
-            q, Positions(positions, None), keys, values, Positions(own, None), scores, wide
-        )
-        return o[..., :of_values], lse
+            q, Positions(positions, None), keys, values, Positions(own, None), scores,
+            sum_dtype(q.dtype),
+        )  # fmt: skip
+        return of_width(o, of_values), lse
+    if why_not is not None and meshes.platform() == "gpu":
+        _config.fall_back("attend_to_cache", f"alibi_slopes {why_not} in a kernel")
     own = own[:, None]
     attended = own <= positions[..., None]  # [B, T, s]
     if scores.window is not None:
         attended &= own >= positions[..., None] - scores.window[0]
     rows = q.swapaxes(1, 2).reshape(batch, heads * tokens, width)  # the tokens of a head together
     o, lse = _flash_decode_primitive.attend_to_local_keys(
-        rows, keys, values, attended, scale=scores.scale, softcap=scores.softcap
-    )
+        rows, keys, values, attended, slopes, own - positions[..., None], scale=scores.scale,
+        softcap=scores.softcap,
+    )  # fmt: skip
     o = o.reshape(batch, heads, tokens, of_values).swapaxes(1, 2)
     return o, lse.reshape(batch, heads, tokens).swapaxes(1, 2)
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from . import _sinks
+from ._checks import per_head
 
 
 def merge_attention(
@@ -56,7 +57,8 @@ def merge_attention(
             f"jflux.merge_attention: outputs [P, ..., H, D] have shape {out.shape}, so "
             f"log_sum_exps must have shape {out.shape[:-1]}, got {lse.shape}"
         )
-    sinks = _sinks.check("jflux.merge_attention", sinks, lse.shape[-1] if lse.ndim > 1 else 0)
+    heads = lse.shape[-1] if lse.ndim > 1 else 0
+    sinks = per_head("jflux.merge_attention", "sinks", sinks, heads)
     wide = jnp.promote_types(jnp.promote_types(out.dtype, lse.dtype), jnp.float32)
     lse = lse.astype(wide)
     counts = lse != -jnp.inf  # NaN counts

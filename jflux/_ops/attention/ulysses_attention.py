@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
@@ -17,8 +18,19 @@ from ..collectives.exchange import (
     all_to_all,
     all_to_all_reference,
 )
-from . import _sinks
-from ._checks import Window, check, check_heads, of_one_width, window_of, within
+from . import _alibi
+from ._blockwise import Scores
+from ._checks import (
+    Window,
+    check,
+    check_heads,
+    of_one_width,
+    of_width,
+    per_head,
+    scale_of,
+    window_of,
+    within,
+)
 from ._one_device import attend, dot_product_attention
 
 
@@ -33,6 +45,7 @@ def ulysses_attention(
     window: Window = None,
     segment_ids: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
     scale: float | None = None,
     core: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
@@ -64,12 +77,15 @@ def ulysses_attention(
         [B, 1, S, S].
       sinks: [H], floating: a logit of each head of q in the denominator of its softmax, as in
         :func:`jflux.attention`; the same on all ranks of `axis_name`. Differentiable.
+      alibi_slopes: [H], floating: of ALiBi, as in :func:`jflux.attention`; the same on all ranks of
+        `axis_name`. Constants, without a gradient.
       scale: of the scores; by default 1 / sqrt(D).
       core: what attends, called as ``core(q, k, v, is_causal=..., scale=..., mask=...,
         local_window_size=...)`` for q [B, S, H/N, D] and k, v [B, S, heads, D], and with `sinks`
-        with ``sinks=``, [H/N]. By default ``jax.nn.dot_product_attention``; on GPUs its cuDNN form,
-        where that takes such a call, or else jflux's kernel, where that does. (Its other form keeps
-        all scores.)
+        with ``sinks=``, [H/N]. With `alibi_slopes` q, k and v have more elements, which hold the
+        bias, and `scale` is that of the D given ones. By default ``jax.nn.dot_product_attention``;
+        on GPUs its cuDNN form, where that takes such a call, or else jflux's kernel, where that
+        does. (Its other form keeps all scores.)
 
     Returns:
       [B, S/N, H, D], which varies over `axis_name`.
@@ -87,7 +103,7 @@ def ulysses_attention(
     """
     return _ulysses(
         (all_gather, all_to_all), core or attend, q, k, v, axis_name, causal, window, segment_ids,
-        sinks, scale,
+        sinks, alibi_slopes, scale,
     )  # fmt: skip
 
 
@@ -101,6 +117,7 @@ def reference(
     window: Window = None,
     segment_ids: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
     scale: float | None = None,
     core: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
@@ -109,7 +126,7 @@ def reference(
     xla = functools.partial(dot_product_attention, implementation="xla")
     return _ulysses(
         (all_gather_reference, all_to_all_reference), core or xla, q, k, v, axis_name, causal,
-        window, segment_ids, sinks, scale,
+        window, segment_ids, sinks, alibi_slopes, scale,
     )  # fmt: skip
 
 
@@ -124,28 +141,35 @@ def _ulysses(
     window: Window,
     segment_ids: jax.Array | None,
     sinks: jax.Array | None,
+    slopes: jax.Array | None,
     scale: float | None,
 ) -> jax.Array:
     op = "jflux.ulysses_attention"
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
-    check(op, q, k, v, segment_ids, causal, window)
-    sinks = _sinks.check(op, sinks, q.shape[2])
+    check(op, q, k, v, segment_ids, slopes, causal, window)
+    sinks = per_head(op, "sinks", sinks, q.shape[2])
+    _alibi.check(op, slopes, q.shape[2], scale, None)
     pair = window_of(op, window)
     check_heads(op, q, k, meshes.axis_size(axis_name))
-    of_values = v.shape[3]
-    q, k, v, scale = of_one_width(op, q, k, v, scale)
+    scale, width = scale_of(op, scale, q.shape[3]), v.shape[3]
     gather, exchange = exchanges
     q, k, v = to_heads(axis_name, q, k, v, exchange)
+    if slopes is None:
+        q, k, v = of_one_width(q, k, v)
+    else:
+        scores, length = Scores(scale, None, causal, pair), q.shape[1]
+        own = of_own_heads(jnp.asarray(slopes), axis_name)
+        at = jnp.arange(length, dtype=jnp.int32)
+        q, k, v = _alibi.with_bias(scores, q, k, v, at, own, length, warns=core is attend)
     mask = None
     if segment_ids is not None:
         ids = gather(segment_ids, axis_name=axis_name, axis=1, tiled=True)
         mask = ids[:, None, :, None] == ids[:, None, None, :]
     pair = within(pair, q.shape[1])
-    more = {} if sinks is None else {"sinks": _sinks.of_own_heads(sinks, axis_name)}
+    more = {} if sinks is None else {"sinks": of_own_heads(sinks, axis_name)}
     y = core(q, k, v, is_causal=causal, scale=scale, mask=mask, local_window_size=pair, **more)
-    y = y if y.shape[3] == of_values else y[..., :of_values]
-    return to_positions(axis_name, y, exchange)
+    return to_positions(axis_name, of_width(y, width), exchange)
 
 
 def to_heads(
@@ -160,6 +184,13 @@ def to_heads(
         return all_to_all(a, axis_name=axis_name, split_axis=2, concat_axis=1, tiled=True)
 
     return exchange(q), exchange(k), exchange(v)
+
+
+def of_own_heads(a: jax.Array, axis_name: AxisName) -> jax.Array:
+    """The numbers of this rank's heads, of those of all heads, [H]."""
+    rank, ranks = meshes.rank_and_size(axis_name)
+    own = len(a) // ranks
+    return lax.dynamic_slice_in_dim(a, rank * own, own)
 
 
 def to_positions(axis_name: AxisName, y: jax.Array, all_to_all: Any) -> jax.Array:
