@@ -159,22 +159,18 @@ def loop(
     op: Callable[[jax.Array, jax.Array], jax.Array],
     iterations: int,
     linked: Callable[[Any, Any], Any] = with_corner,
-    linked_w: Callable[[Any, Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """`iterations` calls in a row; each one's input takes an element of the last one's output, by
-    `linked`. w takes one by `linked_w`, and may then be a pytree. Without it a w that is padded
-    takes one by `linked`, or XLA would pad it once for all calls."""
-
-    def w_after(w: Any, y: Any) -> Any:
-        if linked_w is not None:
-            return linked_w(w, y)
-        is_padded = any(size * w.dtype.itemsize % _native.VECTOR_BYTES for size in w.shape)
-        return linked(w, y) if is_padded else w
+    `linked`. w may be a pytree."""
 
     def step(carry: Any) -> Any:
         x, w, y = carry
-        # x varies with y: no call can be left out or moved.
-        x, w = linked(x, y), w_after(w, y)
+        # x varies with y: no call can be left out or moved. A w that is padded does so too, or XLA
+        # would pad it once for all calls.
+        is_padded = isinstance(w, jax.Array) and any(
+            size * w.dtype.itemsize % _native.VECTOR_BYTES for size in w.shape
+        )
+        x, w = linked(x, y), linked(w, y) if is_padded else w
         return x, w, op(x, w)
 
     def steps(count: int, carry: Any) -> Any:
