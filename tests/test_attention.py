@@ -59,6 +59,7 @@ class Case:
     segments: bool = False
     softcap: float | None = None
     alibi: bool = False
+    table: tuple[bool, bool] | None = None  # a bias: of each sequence, of each head
     form: str = "auto"
     seed: int = 0
     size: float = 1.0  # of queries and keys
@@ -87,7 +88,7 @@ class Case:
         return mask if ids is None else mask & (ids[:, None, :, None] == ids[:, None, None, :])
 
     def expected(self, q, k, v, ids):
-        return plain(q, k, v, self.mask(ids), self.softcap, self.bias())
+        return plain(q, k, v, self.mask(ids), self.softcap, self.of_slopes())
 
     def sinks(self):
         return np.random.default_rng(self.seed + 50).standard_normal(self.heads)
@@ -96,15 +97,25 @@ class Case:
         rng = np.random.default_rng(self.seed + 60)
         return rng.standard_normal(self.heads) if self.alibi else None
 
-    def bias(self):
+    def of_slopes(self):
         if not self.alibi:
             return 0
         i, j = np.arange(self.length)[:, None], np.arange(self.length)
         return self.slopes()[:, None, None] * (j - i)
 
+    def bias(self):
+        if self.table is None:
+            return None
+        own = (
+            n if each else 1 for n, each in zip((self.batch, self.heads), self.table, strict=True)
+        )
+        rng = np.random.default_rng(self.seed + 70)
+        return rng.standard_normal((*own, self.length, self.length))
+
     def split(
-        self, q, k, v, ids, sinks=None, *, mesh=None, check_vma=True, module=jflux, **options
-    ):
+        self, q, k, v, ids, sinks=None, bias=None, *, mesh=None, check_vma=True, module=jflux,
+        **options,
+    ):  # fmt: skip
         """(o, l) of the sequence, from ranks that each have a part of it."""
         world, layout = self.world, self.layout
         given = dict(causal=self.causal, window=self.window, softcap=self.softcap, form=self.form)
@@ -113,14 +124,15 @@ class Case:
         arrays = [a for a in (q, k, v, ids) if a is not None]
         arrays = [jflux.reorder_for_causal(a, world, layout=layout) for a in arrays]
 
-        def call(sinks, q, k, v, ids=None):
-            return module.attention(q, k, v, segment_ids=ids, sinks=sinks, **(given | options))
+        def call(sinks, bias, q, k, v, ids=None):
+            more = {"segment_ids": ids, "sinks": sinks, "bias": bias}
+            return module.attention(q, k, v, **(given | more | options))
 
         f = jax.shard_map(
-            call, mesh=mesh or make_mesh((world,)), in_specs=(P(), *[SEQUENCE] * len(arrays)),
+            call, mesh=mesh or make_mesh((world,)), in_specs=(P(), P(), *[SEQUENCE] * len(arrays)),
             out_specs=(SEQUENCE, SEQUENCE), check_vma=check_vma,
         )  # fmt: skip
-        return tuple(jflux.restore_order(a, world, layout=layout) for a in f(sinks, *arrays))
+        return tuple(jflux.restore_order(a, world, layout=layout) for a in f(sinks, bias, *arrays))
 
 
 def plain(q, k, v, mask, softcap=None, bias=0):
@@ -194,6 +206,7 @@ def cases(draw):
         groups=groups, width=draw(st.integers(1, 9)), causal=draw(st.booleans()),
         window=draw(st.none() | st.tuples(*[st.none() | st.integers(0, 9)] * 2)),
         segments=draw(st.booleans()), softcap=softcap,
+        table=draw(st.none() | st.tuples(st.booleans(), st.booleans())),
         alibi=softcap is None and draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )  # fmt: skip
@@ -622,6 +635,10 @@ WHICH_FORM = [
     ({**OWN, "return_lse": True}, "gather", "gather", "without `heads_axis` and `return_lse`"),
     ({**OWN, "along_heads": True}, "gather", "gather", "without `heads_axis`"),
     ({**OWN, "processes": 2}, "gather", "gather", "in one process"),
+    # A bias, of whole sequences.
+    ({"has_bias": True, "ranks": 2, "length": 64}, "ulysses", "ulysses", "cuDNN has a bias"),
+    ({"has_bias": True, "length": 1 << 20}, "ulysses", "ulysses", "cuDNN has a bias"),
+    ({"has_bias": True, "ranks": 3}, "gather", "gather", "3 ranks do not split"),
     # Too many keys, whatever else.
     ({**OWN, "length": 1 << 20}, "ring", "ring", "gathered they have 4294967296 bytes, more"),
     # What is asked for.
@@ -735,7 +752,7 @@ def test_padding_that_is_not_a_number(form):
 
 
 def check_sinks(case, f=None, wrap=lambda f: f, **options):
-    """Both results and the gradients of both, those of the sinks too."""
+    """Both results and the gradients of both, those of the sinks and of a bias too."""
     *arrays, ids = case.operands()
     weights = weights_of(case)
 
@@ -744,15 +761,16 @@ def check_sinks(case, f=None, wrap=lambda f: f, **options):
             results = wrap(f)(*arrays)
             return sum(map(jnp.vdot, results, weights)), results
 
-        return jax.jit(jax.value_and_grad(of, (0, 1, 2, 3), has_aux=True))
+        return jax.jit(jax.value_and_grad(of, range(5), has_aux=True))
 
-    def split(q, k, v, sinks):
-        return (f or case.split)(q, k, v, ids, sinks, **options)
+    def split(q, k, v, sinks, bias):
+        return (f or case.split)(q, k, v, ids, sinks, bias, **options)
 
-    def expected(q, k, v, sinks):
-        return plain_with_sinks(q, k, v, sinks, case.mask(ids), case.softcap, case.bias())
+    def expected(q, k, v, sinks, bias):
+        bias = case.of_slopes() + (0 if bias is None else bias)
+        return plain_with_sinks(q, k, v, sinks, case.mask(ids), case.softcap, bias)
 
-    got, want = (loss(f)(*arrays, case.sinks()) for f in (split, expected))
+    got, want = (loss(f)(*arrays, case.sinks(), case.bias()) for f in (split, expected))
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
 
@@ -767,13 +785,13 @@ def test_a_sink_is_one_more_column_of_the_softmax(case):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("world", [n for n in (2, 3) if n <= RANKS])
 def test_a_sink_counts_once_and_not_once_on_each_rank(world, form, check_vma):
-    heads = {"heads": 2 * world, "groups": world}
+    heads = {"heads": 2 * world, "groups": world, "table": (False, True)}
     check_sinks(Case(world=world, own=4, form=form, width=3, **heads), check_vma=check_vma)
 
 
 @pytest.mark.parametrize("segments", [False, True])
 def test_sinks_of_the_reference(segments):
-    case = Case(world=2, own=4, segments=segments, window=(5, 0), softcap=1.5)
+    case = Case(world=2, own=4, segments=segments, window=(5, 0), softcap=1.5, table=(True, False))
     check_sinks(case, module=jflux.reference)
 
 
@@ -783,16 +801,16 @@ def test_sinks_of_the_reference(segments):
 @pytest.mark.parametrize("shared", [False, True])
 def test_sinks_under_vmap_and_remat(shared, policy):
     """Of each element, or of all together."""
-    case = Case(world=2, own=4, batch=1, width=3)
+    case = Case(world=2, own=4, batch=1, width=3, table=(False, True))
 
     def wrap(f):
         f = jax.checkpoint(f, policy=policy)
 
-        def both(q, k, v, sinks):
+        def both(q, k, v, *others):
             arrays = [jnp.stack([a, 2 * a]) for a in (q, k, v)]
-            sinks = sinks if shared else jnp.stack([sinks, -sinks])
-            axes = (0, 0, 0, None if shared else 0)
-            return [jnp.sum(a, 0) for a in jax.vmap(f, axes)(*arrays, sinks)]
+            others = others if shared else [jnp.stack([a, -a]) for a in others]
+            axes = (0, 0, 0, *[None if shared else 0] * 2)
+            return [jnp.sum(a, 0) for a in jax.vmap(f, axes)(*arrays, *others)]
 
         return both
 
@@ -802,19 +820,20 @@ def test_sinks_under_vmap_and_remat(shared, policy):
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_forward_mode_of_sinks(form, alone):
-    case = Case(world=2, own=4, width=3, form=form, window=(5, 0))
+    case = Case(world=2, own=4, width=3, form=form, window=(5, 0), table=(False, False))
     *arrays, ids = case.operands()
-    arrays = [jnp.asarray(a) for a in (*arrays, case.sinks())]
+    arrays = [jnp.asarray(a) for a in (*arrays, case.sinks(), case.bias())]
     rng = np.random.default_rng(1)
     moved = [jnp.asarray(rng.standard_normal(a.shape)) for a in arrays]
 
     def tangents(f):
         if alone:
-            return jax.jvp(lambda sinks: f(*arrays[:3], sinks), arrays[3:], moved[3:])
+            return jax.jvp(lambda *others: f(*arrays[:3], *others), arrays[3:], moved[3:])
         return jax.jvp(f, arrays, moved)
 
-    got = jax.jit(lambda: tangents(lambda q, k, v, sinks: case.split(q, k, v, ids, sinks)))()
-    want = jax.jit(lambda: tangents(lambda *a: plain_with_sinks(*a, case.mask(ids))))()
+    got = jax.jit(lambda: tangents(lambda q, k, v, *a: case.split(q, k, v, ids, *a)))()
+    mask = case.mask(ids)
+    want = jax.jit(lambda: tangents(lambda *a: plain_with_sinks(*a[:4], mask, bias=a[4])))()
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
 
@@ -827,12 +846,14 @@ def test_sinks_go_with_their_heads(module, moves):
     if RANKS < 4:
         pytest.skip("four ranks")
     options = {"heads_axis": "heads"} if moves else {"q_spec": P(None, None, "heads")}
+    options["layout"] = "contiguous"
     case = Case(world=2, own=8, groups=2 - moves, segments=True, layout="contiguous", alibi=True)
+    case = dataclasses.replace(case, table=(moves, True))
 
-    def call(q, k, v, ids, sinks):
+    def call(q, k, v, ids, sinks, bias):
         return module.attention(
-            q, k, v, axis_name="tp", causal=True, segment_ids=ids, sinks=sinks, return_lse=True,
-            layout="contiguous", mesh=make_mesh((2, 2), ("tp", "heads")),
+            q, k, v, axis_name="tp", causal=True, segment_ids=ids, sinks=sinks, bias=bias,
+            return_lse=True, mesh=make_mesh((2, 2), ("tp", "heads")),
             alibi_slopes=case.slopes(), **options,
         )  # fmt: skip
 
@@ -888,21 +909,23 @@ def test_slopes_are_constants(form):
 
 
 @pytest.mark.parametrize("module", [jflux, jflux.reference])
-def test_padding_that_is_not_a_number_reaches_no_sink(module):
-    case = Case(world=2, own=4, groups=1, heads=2, layout="contiguous", alibi=True)
+def test_padding_that_is_not_a_number_reaches_no_sink_and_no_bias(module):
+    options = {"layout": "contiguous", "alibi": True, "table": (True, True)}
+    case = Case(world=2, own=4, groups=1, heads=2, **options)
     q, k, v, _ = case.operands()
     ids = np.repeat([[0, 1], [0, 0]], [5, 3], axis=1)
     padding = (ids == 1)[..., None, None]
 
     def run(*arrays):
-        def loss(sinks):
-            o, _ = case.split(*arrays, ids, sinks, module=module)
+        def loss(*others):
+            o, _ = case.split(*arrays, ids, *others, module=module)
             return jnp.sum(jnp.sin(jnp.where(padding, 0, o)))
 
-        return jax.grad(loss)(case.sinks())
+        return jax.grad(loss, (0, 1))(case.sinks(), case.bias())
 
     spoilt = [np.where(padding, np.nan, a) for a in (q, k, v)]
-    np.testing.assert_allclose(jax.jit(run)(*spoilt), jax.jit(run)(q, k, v), rtol=1e-12)
+    for one, other in zip(jax.jit(run)(*spoilt), jax.jit(run)(q, k, v), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
 
 
 @pytest.mark.parametrize("way", ["gather", "ring", "ulysses", "heads", "global", "reference"])
@@ -956,6 +979,9 @@ def check_keys_of_another_sequence(world, queries, keys, way, *, return_lse=True
     [
         ({"sinks": np.zeros(2)}, ValueError, r"sinks must be \[H\].* 4 heads .* got \(2,\)"),
         ({"sinks": 0.0}, ValueError, r"got \(\); the same for all heads is jnp.full\(4, x\)"),
+        ({"bias": np.zeros((4, 4))}, ValueError, r"bias must be \[1 or B, 1 or H, S, T\] of wh"),
+        ({"bias": np.zeros((1, 2, 4, 4))}, ValueError, r"\(1, 4, 4, 4\) .* got \(1, 2, 4, 4\)"),
+        ({"bias": np.ones((1, 1, 4, 4), bool)}, TypeError, "bias must be floating, got bool"),
         ({"alibi_slopes": np.zeros(2)}, ValueError, r"alibi_slopes must be \[H\].* 4 heads"),
         ({"alibi_slopes": np.zeros(4), "softcap": 5.0}, ValueError, "not go with softcap=5.0"),
         ({"alibi_slopes": np.zeros(4), "scale": 0}, ValueError, "not go with a scale of 0"),

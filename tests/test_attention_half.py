@@ -15,9 +15,9 @@ from jflux._ops.attention import _alibi, _cudnn, all_gather_attention
 SEQUENCE = P(None, "tp")
 
 
-def exact(q, k, v, do, causal=True, sinks=None, slopes=None):
+def exact(q, k, v, do, causal=True, sinks=None, slopes=None, bias=None):
     """(o, l) of attention, and the gradients of o's sum weighted by do, in float64. With sinks the
-    softmax has one more column, which is dropped, and they have the last gradient."""
+    softmax has one more column, which is dropped. Sinks and a bias have the last gradients."""
     q, k, v, do = (np.asarray(a, np.float64) for a in (q, k, v, do))
     group, (batch, length, groups, width) = q.shape[2] // k.shape[2], k.shape
     k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
@@ -25,6 +25,8 @@ def exact(q, k, v, do, causal=True, sinks=None, slopes=None):
     if slopes is not None:
         at = np.arange(length)
         s += np.asarray(slopes, np.float64)[:, None, None] * (at - at[:, None])
+    if bias is not None:
+        s += np.asarray(bias, np.float64)
     if causal:
         s = np.where(np.tri(length, dtype=bool), s, -np.inf)
     if sinks is not None:
@@ -36,12 +38,16 @@ def exact(q, k, v, do, causal=True, sinks=None, slopes=None):
     o = np.einsum("bhst,bthd->bshd", p, v)
     dp = np.einsum("bshd,bthd->bhst", do, v)
     delta = np.sum(p * dp, -1, keepdims=True)
-    ds = p * (dp - delta) / width**0.5
+    d_bias = p * (dp - delta)
+    ds = d_bias / width**0.5
     dq, dk = np.einsum("bhst,bthd->bshd", ds, k), np.einsum("bhst,bshd->bthd", ds, q)
     dv = np.einsum("bhst,bshd->bthd", p, do)
     dk, dv = (a.reshape(batch, length, groups, group, -1).sum(3) for a in (dk, dv))
-    of_sinks = () if sinks is None else (-np.sum(of_sink * delta, (0, 2, 3)),)
-    return (o, lse.swapaxes(1, 2)), (dq, dk, dv, *of_sinks)
+    others = [] if sinks is None else [-np.sum(of_sink * delta, (0, 2, 3))]
+    if bias is not None:
+        shared = tuple(d for d in (0, 1) if bias.shape[d] == 1)
+        others.append(np.sum(d_bias, shared, keepdims=True))
+    return (o, lse.swapaxes(1, 2)), (dq, dk, dv, *others)
 
 
 def drawn(shape, dtype, seed, keys=None, values=None):
@@ -57,7 +63,10 @@ def drawn(shape, dtype, seed, keys=None, values=None):
     ]
 
 
-def check(operands, world, *, return_lse=True, layout="zigzag", sinks=None, slopes=None, **options):
+def check(
+    operands, world, *, return_lse=True, layout="zigzag", sinks=None, slopes=None, bias=None,
+    **options,
+):  # fmt: skip
     """o, the log-sum-exp where it is returned, and the gradients of o."""
     *operands, do = operands
     attend = functools.partial(
@@ -65,21 +74,23 @@ def check(operands, world, *, return_lse=True, layout="zigzag", sinks=None, slop
         alibi_slopes=slopes, **options,
     )  # fmt: skip
     f = jax.shard_map(
-        lambda sinks, *arrays: attend(*arrays, sinks=sinks), mesh=make_mesh((world,)),
+        lambda others, *arrays: attend(*arrays, **others), mesh=make_mesh((world,)),
         in_specs=(P(), *[SEQUENCE] * 3), out_specs=SEQUENCE,
     )  # fmt: skip
+    others = {name: a for name, a in (("sinks", sinks), ("bias", bias)) if a is not None}
 
-    def loss(q, k, v, sinks=None):
+    def loss(q, k, v, *given):
         arrays = [jflux.reorder_for_causal(a, world, layout=layout) for a in (q, k, v)]
-        got = f(sinks, *arrays)
+        got = f(dict(zip(others, given, strict=True)), *arrays)
         got = [jflux.restore_order(a, world, layout=layout) for a in (got if return_lse else [got])]
         return jnp.sum(got[0].astype(jnp.float32) * do.astype(jnp.float32)), got
 
     with jax.default_matmul_precision("float32"):
-        given = operands if sinks is None else [*operands, sinks]
+        given = [*operands, *others.values()]
         gradient = jax.grad(loss, tuple(range(len(given))), has_aux=True)
         gradients, (o, *lse) = jax.jit(gradient)(*given)
-    (want, want_lse), want_gradients = exact(*operands, do, options["causal"], sinks, slopes)
+    causal = options["causal"]
+    (want, want_lse), want_gradients = exact(*operands, do, causal, sinks, slopes, bias)
     dtype = operands[0].dtype
     assert o.dtype == dtype
     of_bias = 0 if slopes is None else 4 * 2.0**-24 * o.shape[1]  # of biases in float32
@@ -123,6 +134,21 @@ def test_slopes(dtype, world, width, form):
     options = {"return_lse": form == "ring", "form": form}
     slopes = jnp.asarray([0.5, 2**-0.5, 0.3, 2.0**-8])
     check(operands, world, causal=True, slopes=slopes, **options)
+
+
+@pytest.mark.parametrize("form", ["auto", "gather", "ring"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("of", [(1, 8), (1, 1), (2, 8), (2, 1)])
+@pytest.mark.parametrize("world", [n for n in (2, 1, 4) if n <= RANKS])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_bias(dtype, world, of, causal, form):
+    """On GPUs "auto" is one call of cuDNN, if all sequences have the bias."""
+    length = 64 * world
+    rng, operands = np.random.default_rng(1), drawn((2, length, 8, 4, 64), dtype, world)
+    bias = jnp.asarray(rng.standard_normal((*of, length, length)), dtype)
+    options = {"layout": "striped", "return_lse": form == "ring", "form": form}
+    with jflux.config(strict=form == "auto" and of[0] == 1):
+        check(operands, world, causal=causal, bias=bias, **options)
 
 
 @pytest.mark.parametrize("length", [1 << 12, 1 << 16])

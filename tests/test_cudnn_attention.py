@@ -218,6 +218,54 @@ def test_sinks_of_one_device_are_added_to_what_cudnn_gives(calls):
     assert {call[0] for call in calls} == {"forward", "backward"}
 
 
+BIAS = {
+    "gathered": ({"form": "gather"}, r"cuDNN has one of a rank's heads alone \(form='ulysses'\)"),
+    "float32": ({"dtype": jnp.float32}, "a bias of q's type, bfloat16, got float32; cast it"),
+    "sequences": ({"batch": 2}, "of a bias of each sequence has not been checked"),
+    "log-sum-exp": ({"return_lse": True}, "one call of cuDNN has no log-sum-exp"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), BIAS.values(), ids=BIAS)
+def test_a_bias_that_cudnn_does_not_take_is_a_warning(change, reason, monkeypatch):
+    monkeypatch.setattr(meshes, "platform", lambda: "gpu")
+    monkeypatch.setattr(_cudnn, "_is_recent_gpu", lambda: True)
+    monkeypatch.setattr(_cudnn, "_why_not_here", lambda q, k: None)
+    options = {"axis_name": "tp", "causal": True, "dtype": jnp.bfloat16, "batch": 1} | change
+    batch = options.pop("batch")
+    bias = jax.ShapeDtypeStruct((batch, 2, 256, 256), options.pop("dtype"))
+
+    def run(q, bias):
+        return jflux.attention(q, q, q, bias=bias, **options)
+
+    split = P(None, "tp")
+    f = jax.shard_map(run, mesh=make_mesh((2,)), in_specs=(split, P()), out_specs=split)
+    with jflux.config(strict=True), pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(f, jax.ShapeDtypeStruct((batch, 256, 2, 64), jnp.bfloat16), bias)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("one_device", [False, True])
+def test_one_call_of_cudnn_gets_a_bias_of_each_head(one_device, heads, monkeypatch):
+    """JAX's function, which needs cuDNN, is replaced."""
+    monkeypatch.setattr(meshes, "platform", lambda: "gpu")
+    monkeypatch.setattr(_cudnn, "_is_recent_gpu", lambda: True)
+    seen = []
+
+    def of_jax(q, k, v, **options):
+        seen.append((options["implementation"], options["bias"].shape))
+        return q
+
+    monkeypatch.setattr(_one_device, "_of_jax", of_jax)
+    q, bias = jnp.zeros((3, 64, 2, 64), jnp.bfloat16), jnp.zeros((1, heads, 64, 64), jnp.bfloat16)
+    with jflux.config(strict=True):
+        if one_device:
+            _one_device.attend(q, q, q, is_causal=True, bias=bias)
+        else:
+            jflux.attention(q, q, q, causal=True, bias=bias)
+    assert seen == [("cudnn", (1, 2, 64, 64))]
+
+
 @pytest.mark.parametrize("op", ["attention", "ulysses_attention", "one device"])
 def test_slopes_that_make_heads_too_long_are_a_warning(op, monkeypatch):
     """Of 128 elements for cuDNN, where no kernel takes more."""

@@ -412,7 +412,7 @@ def test_attention_fn_with_sinks(lenient):
     np.testing.assert_allclose(fn(q, k, v)[0, :, :, 0], want)
     for name in ("sinks", "alibi_slopes"):
         fn = jnn.attention_fn("cp", mesh=options["mesh"], **{name: options["sinks"]})
-        with pytest.raises(ValueError, match=f"{name}= are not for what falls back"):
+        with pytest.raises(ValueError, match=f"{name}= is not for what falls back"):
             fn(q, k, v, mask=mask)
 
 

@@ -357,24 +357,25 @@ def test_ulysses_takes_a_core():
 @pytest.mark.parametrize("ids", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "reference"])
-def test_sinks_and_slopes_of_ulysses(module, dtype, ids):
-    """Each rank has those of its heads, and their slopes."""
+def test_sinks_slopes_and_bias_of_ulysses(module, dtype, ids):
+    """Each rank has those of its heads, their slopes, and their bias."""
     world = min(3, RANKS)
     slopes = np.arange(-1, 2 * world - 1) / 4
     length = 2 * world
-    *operands, sinks = draw((2, length, 2 * world, 8), *[(2, length, 1, 8)] * 2, (2 * world,))
+    shapes = (2, length, 2 * world, 8), *[(2, length, 1, 8)] * 2, (2 * world,)
+    *operands, sinks, table = draw(*shapes, (1, 2 * world, length, length))
     operands = [jnp.asarray(a, dtype) for a in operands]
     segments = np.sort(np.random.default_rng(3).integers(0, 2, (2, length)), 1) if ids else None
 
-    def call(sinks, *operands):
+    def call(sinks, table, *operands):
         *operands, segments = operands
         return module.ulysses_attention(
             *operands, axis_name="tp", segment_ids=segments, sinks=sinks, causal=True,
-            alibi_slopes=slopes,
+            alibi_slopes=slopes, bias=table,
         )  # fmt: skip
 
     split = jax.shard_map(
-        call, mesh=make_mesh((world,)), in_specs=(P(), *[SEQUENCE] * 4), out_specs=SEQUENCE
+        call, mesh=make_mesh((world,)), in_specs=(P(), P(), *[SEQUENCE] * 4), out_specs=SEQUENCE
     )
     mask = causal(length)
     if ids:
@@ -385,29 +386,33 @@ def test_sinks_and_slopes_of_ulysses(module, dtype, ids):
             o = f(*operands).astype(jnp.float32)
             return jnp.sum(jnp.sin(o)), o
 
-        gradients, o = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))(*operands)
+        gradients, o = jax.jit(jax.grad(loss, range(5), has_aux=True))(*operands)
         return [np.asarray(a, np.float64) for a in (o, *gradients)]
 
-    got = both(lambda q, k, v, s: split(s, q, k, v, segments), *operands, sinks)
+    got = both(lambda q, k, v, s, t: split(s, t, q, k, v, segments), *operands, sinks, table)
     wide = [a.astype(jnp.float64) for a in operands]
     i, j = np.arange(length)[:, None], np.arange(length)
     bias = slopes[:, None, None] * (j - i)
-    want = both(lambda q, k, v, s: plain(q, k, v, mask, s, bias)[0], *wide, sinks)
+    want = both(lambda q, k, v, s, t: plain(q, k, v, mask, s, bias + t)[0], *wide, sinks, table)
     bound = 16 * max(float(jnp.finfo(dtype).eps), 1e-6)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, rtol=bound, atol=bound * np.abs(other).max())
 
 
-def test_a_core_of_ulysses_gets_the_sinks_of_its_heads():
+def test_a_core_of_ulysses_gets_the_sinks_and_the_bias_of_its_heads():
     world = COUNTS[-1]
     operands = draw((1, world, 2 * world, 4), *[(1, world, world, 4)] * 2)
 
-    def core(q, k, v, *, sinks, **options):
-        return jnp.broadcast_to(sinks[:, None], q.shape)
+    def core(q, k, v, *, sinks, bias, **options):
+        np.testing.assert_array_equal(bias.shape, (1, 2, world, world))
+        return jnp.broadcast_to((sinks + bias[0, :, 0, 0])[:, None], q.shape)
 
     sinks = np.arange(2.0 * world)
-    got = over_ranks(world, core=core, sinks=sinks)(*operands)
+    bias = np.broadcast_to(sinks[:, None, None] / 2, (1, 2 * world, world, world))
+    got = over_ranks(world, core=core, sinks=sinks / 2, bias=bias)(*operands)
     np.testing.assert_array_equal(got, np.broadcast_to(sinks[:, None], got.shape))
+    with pytest.raises(ValueError, match="bias must be .* of whole sequences"):
+        over_ranks(world, bias=np.zeros((1, 1, 1, 1 + world)))(*operands)
     for name in ("sinks", "alibi_slopes"):
         with pytest.raises(ValueError, match=rf"jflux.ulysses_attention: {name} must be \[H\]"):
             over_ranks(world, **{name: sinks[:1]})(*operands)

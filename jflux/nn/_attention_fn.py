@@ -226,10 +226,10 @@ def _scaled(query: jax.Array, options: dict[str, Any]) -> jax.Array:
     """Queries for an attention that divides scores by sqrt(c)."""
     if options.get("softcap") is not None or options.get("return_lse"):
         raise ValueError(f"{_OP}: softcap= and return_lse= are not for what falls back")
-    for name in ("sinks", "alibi_slopes"):
+    for name in ("sinks", "bias", "alibi_slopes"):
         if options.get(name) is not None:
             raise ValueError(
-                f"{_OP}: {name}= are not for what falls back, since Flax's attention has none; use "
+                f"{_OP}: {name}= is not for what falls back, since Flax's attention has none; use "
                 "causal=, window= or segment_ids= of attention_fn in place of a mask"
             )
     scale = options.get("scale")

@@ -89,9 +89,19 @@ def default_precision() -> str | None:
 
 
 def forward(
-    q: jax.Array, queries: Positions, k: jax.Array, v: jax.Array, keys: Positions, scores: Scores
+    q: jax.Array,
+    queries: Positions,
+    k: jax.Array,
+    v: jax.Array,
+    keys: Positions,
+    scores: Scores,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of q [B, s, H, D] over k, v [B, t, G, D].
+
+    Args:
+      bias: [1 or B, 1 or H, S, T], added to the scores, of whole sequences; all of them have the
+        same positions then.
 
     Returns:
       (o [B, s, H, D], log-sum-exp [B, s, H]), both float32 or float64; 0 and -inf for queries that
@@ -99,7 +109,7 @@ def forward(
     """
     wide = sum_dtype(q.dtype)
     groups = k.shape[2]
-    axes = varying((q, k, v, queries, keys))
+    axes = varying((q, k, v, queries, keys, bias))
     size_q, size_k = _block_sizes(q, k.shape[1])
     q_blocks = _blocks(_grouped(q, groups), queries, size_q)
     k_blocks = _blocks((k, v), keys, size_k)
@@ -115,8 +125,10 @@ def forward(
 
         def attend(state: Any, other: _Block) -> Any:
             o, top, total = state
-            s, _ = _scores(block, other, scores, masks, wide)
-            higher = jnp.maximum(top, jnp.max(s, -1))
+            s, _ = _scores(block, other, scores, masks, wide, bias)
+            # No result depends on it. XLA may compute s twice, in other roundings, and a derivative
+            # looks for the largest one in the other.
+            higher = jnp.maximum(top, lax.stop_gradient(jnp.max(s, -1)))
             base = jnp.where(jnp.isfinite(higher), higher, 0)
             p = jnp.exp(s - base[..., None])
             before = jnp.exp(top - base)
@@ -156,17 +168,18 @@ def backward(
     lse: jax.Array,
     do: jax.Array,
     delta: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    bias: jax.Array | None = None,
+) -> tuple[Any, jax.Array, jax.Array]:
     """Gradients of :func:`forward` over these keys, where lse and :func:`delta_of` are those over
     *all* keys that the queries attend to: so the keys may be a part of them.
 
     Returns:
       (dq [B, s, H, D], dk, dv [B, t, G, D]), float32 or float64. Over several parts of the keys,
-      dq is the sum.
+      dq is the sum. With a bias the first is (dq, the bias's gradient), of which both are.
     """
     wide = sum_dtype(q.dtype)
     groups = k.shape[2]
-    axes = varying((q, k, v, queries, keys, lse, do, delta))
+    axes = varying((q, k, v, queries, keys, lse, do, delta, bias))
     size_q, size_k = _block_sizes(q, k.shape[1])
     q_blocks = _blocks(_grouped(q, groups), queries, size_q)
     rows = [_grouped(a, groups) for a in (do, delta[..., None], lse[..., None])]
@@ -174,45 +187,51 @@ def backward(
     k_blocks = _blocks((k, v), keys, size_k)
     masks = _masks(scores, queries, keys, k.shape[1] % size_k, q.shape[1] % size_q)
 
-    def of_keys(dq: jax.Array, other: _Block) -> tuple[jax.Array, Any]:
+    def zeros(shape: Any) -> jax.Array:
+        return vary(jnp.zeros(shape, wide), axes)
+
+    def of_keys(sums: Any, other: _Block) -> tuple[Any, Any]:
+        dq, d_bias = sums
         key, value = other.rows
-        start = tuple(vary(jnp.zeros(a.shape, wide), axes) for a in (key, value))
+        start = (zeros(key.shape), zeros(value.shape), d_bias)
 
         def differentiate(state: Any, block: _Block, do: Any, delta: Any, lse: Any) -> Any:
-            dk, dv = state
-            s, slope = _scores(block, other, scores, masks, wide)
+            dk, dv, d_bias = state
+            s, slope = _scores(block, other, scores, masks, wide, bias)
             p = jnp.where(s == -jnp.inf, 0, jnp.exp(s - lse))  # NaN stays
             dv = dv + jnp.einsum(
                 "bgirj,bgird->bgjd", p.astype(do.dtype), do, preferred_element_type=wide
             )
             dp = jnp.einsum("bgird,bgjd->bgirj", do, value, preferred_element_type=wide)
-            ds = (p * (dp - delta) * slope).astype(block.rows.dtype)
+            ds = p * (dp - delta)
+            d_bias = None if bias is None else _with_block(d_bias, ds, block, other)
+            ds = (ds * slope).astype(block.rows.dtype)
             dk = dk + jnp.einsum("bgirj,bgird->bgjd", ds, block.rows, preferred_element_type=wide)
             own = jnp.einsum("bgirj,bgjd->bgird", ds, key, preferred_element_type=wide)
-            return (dk, dv), own
+            return (dk, dv, d_bias), own
 
         def nothing(state: Any, block: _Block, *_: Any) -> Any:
-            return state, vary(jnp.zeros(block.rows.shape, wide), axes)
+            return state, zeros(block.rows.shape)
 
         def step(state: Any, of_queries: Any) -> tuple[Any, jax.Array]:
             block = of_queries[0]
             return _if_any(scores, block, other, differentiate, nothing, state, *of_queries)
 
-        (dk, dv), own = lax.scan(step, start, (q_blocks, do_b, delta_b, lse_b))
-        return dq + own, (dk, dv)
+        (dk, dv, d_bias), own = lax.scan(step, start, (q_blocks, do_b, delta_b, lse_b))
+        return (dq + own, d_bias), (dk, dv)
 
-    start = vary(jnp.zeros(q_blocks.rows.shape, wide), axes)
-    dq, (dk, dv) = lax.scan(of_keys, start, k_blocks)
+    sums = zeros(q_blocks.rows.shape), None if bias is None else zeros(bias.shape)
+    (dq, d_bias), (dk, dv) = lax.scan(of_keys, sums, k_blocks)
     dq = _ungrouped(dq, q.shape[1])
     dk, dv = (_ungrouped(a[:, :, :, :, None], k.shape[1]) for a in (dk, dv))
-    return dq, dk, dv
+    return (dq if bias is None else (dq, d_bias)), dk, dv
 
 
 # ---- Scores --------------------------------------------------------------------------------------
 
 
 def _scores(
-    block: _Block, other: _Block, scores: Scores, masks: bool, wide: Any
+    block: _Block, other: _Block, scores: Scores, masks: bool, wide: Any, bias: jax.Array | None
 ) -> tuple[jax.Array, Any]:
     """(scores [B, G, i, R, j], -inf where a pair has none; their derivative by q k^T)."""
     products = jnp.einsum(
@@ -222,9 +241,29 @@ def _scores(
     if scores.softcap is not None:
         bent = jnp.tanh(s / scores.softcap)
         s, slope = bent * scores.softcap, (1 - bent * bent) * slope
+    if bias is not None:
+        s += _of_block(bias, block, other).astype(wide)
     if masks:
         s = jnp.where(_allowed(block, other, scores), s, -jnp.inf)
     return s, slope
+
+
+def _of_block(bias: jax.Array, block: _Block, other: _Block) -> jax.Array:
+    """The bias of a block's pairs, [B or 1, G or 1, i, R or 1, j]."""
+    at = bias.at[:, :, block.positions[:, None], other.positions]
+    some = at.get(mode="clip")  # what is nowhere is masked
+    groups, rows = (block.rows.shape[1], block.rows.shape[3]) if bias.shape[1] > 1 else (1, 1)
+    return some.reshape(len(bias), groups, rows, *some.shape[2:]).swapaxes(2, 3)
+
+
+def _with_block(d_bias: jax.Array, ds: jax.Array, block: _Block, other: _Block) -> jax.Array:
+    """The gradient of a bias [1 or B, 1 or H, S, T] with that of a block's scores,
+    [B, G, i, R, j]."""
+    batch, _, i, _, j = ds.shape
+    ds = ds.swapaxes(2, 3).reshape(batch, -1, i, j)
+    ones = tuple(d for d in (0, 1) if d_bias.shape[d] == 1)
+    at = d_bias.at[:, :, block.positions[:, None], other.positions]
+    return at.add(jnp.sum(ds, ones, keepdims=True), mode="drop")
 
 
 def _masks(scores: Scores, queries: Positions, keys: Positions, *fill: int) -> bool:

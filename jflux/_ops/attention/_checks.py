@@ -83,6 +83,23 @@ def per_head(op: str, name: str, a: Any, heads: int) -> jax.Array | None:
     return a
 
 
+def check_bias(op: str, bias: Any, q: Any, k: Any, ranks: int) -> None:
+    """Raises ValueError or TypeError for a bias that does not fit queries and keys of one of so
+    many ranks."""
+    if bias is None:
+        return
+    (batch, queries, heads, _), keys = q.shape, k.shape[1]
+    whole = (batch, heads, ranks * queries, ranks * keys)
+    fits = bias.ndim == 4 and bias.shape[2:] == whole[2:]
+    if not fits or bias.shape[0] not in (1, batch) or bias.shape[1] not in (1, heads):
+        raise ValueError(
+            f"{op}: bias must be [1 or B, 1 or H, S, T] of whole sequences, {whole} or 1 in place "
+            f"of the first two, got {bias.shape}"
+        )
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"{op}: bias must be floating, got {bias.dtype}; of a mask, 0 and -inf")
+
+
 def of_one_width(
     q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

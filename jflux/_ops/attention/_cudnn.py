@@ -79,6 +79,20 @@ def why_not_one_call(
     return why or (None if _is_recent_gpu() else OLD_GPU)
 
 
+def why_not_bias(q: Any, bias: Any) -> str | None:
+    """Why one call of cuDNN that takes queries q does not take a bias [1 or B, 1 or H, S, T] beside
+    them; None: it does.
+
+    cuDNN has had the gradient of one [1, H, S, T] from the first (openxla/xla#11967), and JAX 0.10
+    and later asks for that of others. float32 beside bfloat16 has given NaN (jax-ml/jax#32242).
+    """
+    if bias.dtype != q.dtype:
+        return f"cuDNN takes a bias of q's type, {q.dtype}, got {bias.dtype}; cast it"
+    if bias.shape[0] != 1:
+        return "the gradient that cuDNN has of a bias of each sequence has not been checked"
+    return None
+
+
 @functools.cache
 def _is_recent_gpu() -> bool:
     try:

@@ -22,7 +22,7 @@ from . import _cudnn, _cudnn_by_chunks, all_gather_attention, flash_attention
 from ._blockwise import Scores
 from ._checks import within
 from ._one_device import attend
-from ._passes import CUDNN, KERNEL, Passes, over_ranks_in_one_kernel
+from ._passes import BLOCKS, CUDNN, KERNEL, Passes, over_ranks_in_one_kernel
 from ._split_sequence import Params, Pass, gather_keys
 
 
@@ -43,14 +43,20 @@ def _takes_one_call(call: Call, machine: Machine) -> Plan | None:
 
 
 def one_call(
-    params: Params, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, *_: Any
+    params: Params,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Any,
+    sinks: Any = None,
+    bias: Any = None,
 ) -> Any:
     if params.ranks > 1:
         k, v = gather_keys(params, k, v)
     scores = params.scores
     return attend(
         q, k, v, is_causal=scores.causal, scale=scores.scale, mask=None,
-        local_window_size=within(scores.window, k.shape[1]),
+        local_window_size=within(scores.window, k.shape[1]), bias=bias,
     ), None  # fmt: skip
 
 
@@ -103,17 +109,42 @@ _BACKWARD: tuple[Form[Pass], ...] = (
 
 
 def passes_of(
-    params: Params, q: Any, k: Any, v: Any, segment_ids: Any, sinks: Any = None
+    params: Params, q: Any, k: Any, v: Any, segment_ids: Any, sinks: Any = None, bias: Any = None
 ) -> Passes:
     """The passes of a call."""
     call = Call((q, k, v, segment_ids, sinks), params)
     (plan, forward), (_, backward) = choose(_FORWARD, call), choose(_BACKWARD, call)
     assert forward is not None and backward is not None
-    if forward.run not in (one_call, CUDNN.gathered.forward, CUDNN.around.forward):
+    by_cudnn = forward.run in (one_call, CUDNN.gathered.forward, CUDNN.around.forward)
+    if bias is not None:
+        return _passes_with_bias(call, bias, by_cudnn)
+    if not by_cudnn:
         without_sinks = dataclasses.replace(call, arrays=(*call.arrays[:-1], None))
         by_sinks = sinks is not None and _takes_one_call(without_sinks, TRACED) is not None
         _say_if_no_kernel(plan.reason, q, k, v, params.scores, by_sinks)
     return Passes(forward.run, backward.run)
+
+
+def _passes_with_bias(call: Call, bias: Any, by_cudnn: bool) -> Passes:
+    """One call of cuDNN, or blocks, with a warning where something else takes the call without its
+    bias: cuDNN, as `by_cudnn` says, or jflux's kernel."""
+    (q, k, v, *_), params = call.arrays, call.params
+    scores, blocks = params.scores, BLOCKS.of(params)
+    if meshes.platform() != "gpu":
+        return blocks
+    if params.ranks > 1:
+        why: str | None = "cuDNN has one of a rank's heads alone (form='ulysses')"
+    elif _takes_one_call(call, TRACED) is None:
+        why = _cudnn.why_not_one_call(q, k, scores.causal, scores.window) or (
+            "one call of cuDNN has no log-sum-exp, segments, sinks and softcap"
+        )
+    else:
+        why = _cudnn.why_not_bias(q, bias)
+    if why is None:
+        return Passes(one_call, blocks.backward)
+    if by_cudnn or flash_attention.plan(q, k, v, scores).path != Path.REFERENCE:
+        _config.fall_back("attention", f"no kernel takes a bias; {why}")
+    return blocks
 
 
 def _say_if_no_kernel(

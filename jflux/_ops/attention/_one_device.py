@@ -34,6 +34,8 @@ def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: A
     for a precision of its products that no CPU has, which fails once the call is compiled. A mask
     keeps out what is not finite (_nonfinite.py). `sinks` [H] are those of :func:`attend`."""
     mask, sinks = options.pop("mask", None), options.pop("sinks", None)
+    if options.get("bias") is not None:  # JAX's derivatives vary as their operands do
+        options["bias"] = meshes.vary(options["bias"], meshes.varying((q, k, v)))
     of_jax: Callable[..., jax.Array] = _in_types_of_cpus
     if sinks is not None:
         of_jax = functools.partial(_with_sinks, sinks)
@@ -57,6 +59,7 @@ def _with_sinks(
     v: jax.Array,
     *,
     mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
     **options: Any,
@@ -71,9 +74,10 @@ def _with_sinks(
         mask = every if mask is None else every & mask
         mask = _nonfinite.whole_mask(mask, length, keys, is_causal, local_window_size)
         mask = jnp.pad(mask, [(0, 0)] * 3 + [(0, 1)], constant_values=True)
-    bias = jnp.pad(sinks[:, None], [(0, 0), (keys, 0)])[None, :, None]  # [1, H, 1, t + 1]
+    of_sinks = jnp.pad(sinks[:, None], [(0, 0), (keys, 0)])[None, :, None]  # [1, H, 1, t + 1]
+    of_sinks = of_sinks.astype(jnp.promote_types(q.dtype, jnp.float32))
+    bias = of_sinks if bias is None else of_sinks + jnp.pad(bias, [(0, 0)] * 3 + [(0, 1)])
     k, v = (jnp.pad(a, [(0, 0), (0, 1), (0, 0), (0, 0)]) for a in (k, v))
-    bias = bias.astype(jnp.promote_types(q.dtype, jnp.float32))
     return _in_types_of_cpus(q, k, v, mask=mask, bias=bias, **options).reshape(shape)
 
 
@@ -94,22 +98,23 @@ def attend(
     local_window_size: int | tuple[int, int] | None = None,
     scale: float | None = None,
     sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
 ) -> jax.Array:
     """``jax.nn.dot_product_attention`` with another choice of its form on GPUs, with a logit of
-    each head of queries in the denominator, `sinks` [H] (_sinks.py), and with a bias of each head,
-    of `alibi_slopes` [H] (_alibi.py)."""
+    each head of queries in the denominator, `sinks` [H] (_sinks.py), and with linear biases of
+    `alibi_slopes` [H] (_alibi.py)."""
     width, options = v.shape[-1], _Options(is_causal, local_window_size, scale)
     if alibi_slopes is not None:
         scores, length = options.scores(q), q.shape[-3]
         at = jnp.arange(length, dtype=jnp.int32)
         q, k, v = _alibi.with_bias(scores, q, k, v, at, alibi_slopes, length, warns=True)
         options = dataclasses.replace(options, scale=scores.scale)
-    arrays = (q, k, v, mask, sinks)
+    arrays = (q, k, v, mask, sinks, bias)
     plan, form = choose(_FORMS, Call(arrays, options))
     assert form is not None
-    if sinks is not None and form is _FORMS[-1]:
-        _warn_if_slow_by_sinks(arrays, options, plan)
+    if form is _FORMS[-1]:
+        _warn_if_slow(arrays, options, plan)
     o = form.run(arrays, options, plan)
     if meshes.platform() == "gpu" and plan.path != Path.FUSED:  # a kernel tells it itself
         explain.note_once(_OP, (q, k, v), (o,), plan)
@@ -131,19 +136,21 @@ class _Options:
 
 
 def _takes_cudnn(call: Call, machine: Machine) -> Plan | WhyNot | None:
-    (q, k, _, mask, sinks), options = call.arrays, call.params
+    (q, k, _, mask, sinks, bias), options = call.arrays, call.params
     if mask is not None:
         return WhyNot("there is a mask")
     if sinks is not None:
         return None
     why = _cudnn.why_not_one_call(q, k, options.is_causal, options.local_window_size)
+    if why is None and bias is not None:
+        why = _cudnn.why_not_bias(q, bias)
     return WhyNot(why) if why else plans.decomposed("one call of cuDNN")
 
 
 def _takes_cudnn_with_sinks(call: Call, machine: Machine) -> Plan | WhyNot | None:
     """cuDNN by calls that give the log-sum-exp, to which sinks are added."""
-    *operands, mask, sinks = call.arrays
-    if sinks is None or mask is not None or not _fit(*operands):
+    *operands, mask, sinks, bias = call.arrays
+    if sinks is None or mask is not None or bias is not None or not _fit(*operands):
         return None
     q, k, _ = _with_batch(operands)
     why = _cudnn_by_chunks.why_not(q, k, call.params.scores(q), "contiguous", 1, None)
@@ -151,8 +158,10 @@ def _takes_cudnn_with_sinks(call: Call, machine: Machine) -> Plan | WhyNot | Non
 
 
 def _takes_kernel(call: Call, machine: Machine) -> Plan | WhyNot | None:
-    *operands, mask, _ = call.arrays
-    if mask is not None or meshes.platform() != "gpu" or not _fit(*operands):
+    *operands, mask, _, bias = call.arrays
+    if mask is not None or bias is not None:
+        return None
+    if meshes.platform() != "gpu" or not _fit(*operands):
         return None
     q, k, v = _with_batch(operands)
     plan = flash_attention.plan(q, k, v, call.params.scores(q))
@@ -162,7 +171,7 @@ def _takes_kernel(call: Call, machine: Machine) -> Plan | WhyNot | None:
 def _by_passes(
     arrays: Arrays, options: _Options, plan: Plan, *, passes: _passes.Passes
 ) -> jax.Array:
-    *operands, _, sinks = arrays
+    *operands, _, sinks, _ = arrays
     q, k, v = _with_batch(operands)
     params = Params(None, 1, options.scores(q), "contiguous", precision=default_precision())
     o, _ = _passes.attend(params, passes, q, k, v, sinks=sinks)
@@ -172,17 +181,23 @@ def _by_passes(
 def _by_jax(
     arrays: Arrays, options: _Options, plan: Plan, *, implementation: str | None = None
 ) -> jax.Array:
-    *operands, mask, sinks = arrays
+    *operands, mask, sinks, bias = arrays
+    if bias is not None and implementation == "cudnn":  # see _cudnn.why_not_bias
+        bias = jnp.broadcast_to(bias, (1, operands[0].shape[-2], *bias.shape[2:]))
     return dot_product_attention(
-        *operands, mask=mask, sinks=sinks, **vars(options), implementation=implementation
+        *operands, mask=mask, sinks=sinks, bias=bias, **vars(options), implementation=implementation
     )
 
 
-def _warn_if_slow_by_sinks(arrays: Arrays, options: _Options, plan: Plan) -> None:
-    """Warns where cuDNN would take a call without its sinks."""
-    without_sinks = Call((*arrays[:-1], None), options)
-    if meshes.platform() == "gpu" and isinstance(_takes_cudnn(without_sinks, TRACED), Plan):
-        _config.fall_back("attention", f"one call of cuDNN takes no sinks; {plan.reason}")
+def _warn_if_slow(arrays: Arrays, options: _Options, plan: Plan) -> None:
+    """Warns where cuDNN or a kernel would take a call without its sinks and its bias."""
+    *others, sinks, bias = arrays
+    if meshes.platform() != "gpu" or (sinks is None and bias is None):
+        return
+    without = Call((*others, None, None), options)
+    if any(isinstance(takes(without, TRACED), Plan) for takes in (_takes_cudnn, _takes_kernel)):
+        what = "sinks" if bias is None else "such bias"
+        _config.fall_back("attention", f"one call of cuDNN takes no {what}; {plan.reason}")
 
 
 _FORMS: tuple[Form[Callable[..., jax.Array]], ...] = (

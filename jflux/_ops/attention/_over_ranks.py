@@ -81,6 +81,7 @@ class Operands(NamedTuple):
     v: jax.Array
     segment_ids: jax.Array | None = None
     sinks: jax.Array | None = None
+    bias: jax.Array | None = None
     alibi_slopes: jax.Array | None = None
 
 
@@ -126,11 +127,8 @@ def _by_heads(
     if a.segment_ids is not None:
         rows.append(gather(a.segment_ids, axis_name=axis, axis=1, tiled=True))
     q, k, v, *ids = (in_sequence(one, ranks, layout) for one in rows)
-    sinks, slopes = (
-        None if one is None else ulysses_attention.of_own_heads(one, axis)
-        for one in (a.sinks, a.alibi_slopes)
-    )
-    o, lse = attend_of_heads(Operands(q, k, v, ids[0] if ids else None, sinks, slopes))
+    of_heads = (None if one is None else ulysses_attention.of_own_heads(one, axis) for one in a[4:])
+    o, lse = attend_of_heads(Operands(q, k, v, ids[0] if ids else None, *of_heads))
 
     def back(one: jax.Array) -> jax.Array:
         return ulysses_attention.to_positions(axis, in_ranks(one, ranks, layout), exchange)
@@ -207,7 +205,7 @@ def _choose(
         )
     call = _sequence_form.SplitCall(
         options.form, ranks, options.layout, scores, options.return_lse, differentiated,
-        why_no_cudnn, options.heads_axis is not None, jax.process_count(),
+        why_no_cudnn, options.heads_axis is not None, jax.process_count(), a.bias is not None,
     )  # fmt: skip
     machine = Machine("cuda", device_kind=meshes.device_kind()) if on_gpus else Machine("cpu")
     return _sequence_form.choose(Call((q, k), call), machine)
@@ -227,7 +225,7 @@ def _in_form(
     if form == "ulysses":
         assert options.axis_name is not None
         own = dataclasses.replace(options, axis_name=None, layout="contiguous")
-        in_order = scores.causal or scores.window is not None
+        in_order = scores.causal or scores.window is not None or a.bias is not None
         o, lse = _by_heads(
             options, options.axis_name, functools.partial(_of_heads, own, scores), a,
             layout=options.layout if in_order else "contiguous",
@@ -242,7 +240,7 @@ def _in_form(
 def _of_heads(options: AttentionOptions, scores: Scores, a: Operands) -> tuple[jax.Array, Any]:
     """A rank's heads of a whole sequence. By itself jflux exchanges heads where cuDNN computes them
     (_sequence_form.py): by the passes that have a forward mode too."""
-    if options.form == "auto":
+    if options.form == "auto" and a.bias is None:
         params = Params(None, 1, scores, "contiguous", precision=default_precision())
         return attend(params, CUDNN.gathered, *a[:5])
     return _by_keys(options, scores, False, a)
@@ -257,10 +255,10 @@ def _by_keys(
     params = Params(
         axis, ranks, scores, options.layout, ring, options.return_lse, default_precision()
     )
-    arrays = q, k, v, segment_ids, _ = a[:5]
+    arrays = a[:6]
     if options.is_reference:
         return attend_reference(params, *arrays)
     passes = passes_of(params, *arrays)
     if passes.forward is one_call:  # JAX has its derivative
-        return one_call(params, q, k, v, segment_ids)
+        return one_call(params, *arrays)
     return attend(params, passes, *arrays)

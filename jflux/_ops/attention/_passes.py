@@ -115,9 +115,12 @@ def _by_positions(forward: Any, backward: Any) -> Attends:
     return _attends(gathered, gathered_backward, at_step, at_step_backward)
 
 
-def _in_blocks(*operands: Any) -> tuple[jax.Array, jax.Array]:
-    o, lse = _blockwise.forward(*operands[:-1])
+def _in_blocks(*operands: Any, **bias: Any) -> tuple[jax.Array, jax.Array]:
+    o, lse = _blockwise.forward(*operands[:-1], **bias)
     return o.astype(operands[-1]), lse
+
+
+_OF_BLOCKS = (_in_blocks, _blockwise.backward)
 
 
 def _in_sequence(params: Params, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
@@ -186,7 +189,7 @@ def _cudnn_at_step_backward(
 #: cuDNN's calls by chunks; jflux's kernel, where one takes the call; XLA's operations.
 CUDNN = _attends(_cudnn_gathered, _cudnn_gathered_backward, _cudnn_at_step, _cudnn_at_step_backward)
 KERNEL = _by_positions(flash_attention.forward, flash_attention.backward)
-BLOCKS = _by_positions(_in_blocks, _blockwise.backward)
+BLOCKS = _by_positions(*_OF_BLOCKS)
 
 
 def over_ranks_in_one_kernel(
@@ -204,20 +207,36 @@ def over_ranks_in_one_kernel(
 # ---- Derivatives ---------------------------------------------------------------------------------
 
 
-#: A call: its parameters and passes.
+#: A call: its parameters and passes. Those of a bias are in blocks, whichever are given.
 _Call = tuple[Params, Passes]
 
 
+def _or_none(a: Any) -> Any:
+    """Sinks or a bias, of which () is none: None would be an operand without a type."""
+    return None if isinstance(a, tuple) else a
+
+
+def _operands(q: Any, k: Any, v: Any, segments: Any, *others: Any) -> tuple[Any, ...]:
+    """As :func:`_run` takes them. `others`: sinks and bias."""
+    return (q, k, v, (segments,), *(() if a is None else a for a in others))
+
+
 def _run(
-    call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, *sinks: jax.Array
+    call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, sinks: Any, bias: Any
 ) -> tuple[jax.Array, jax.Array]:
-    params, passes = call
     if segments[0] is not None:
         k, v = _nonfinite.in_keys(k, v)
-    o, lse = passes.forward(params, q, k, v, *segments)
-    if sinks:
-        o, lse = _sinks.added(o, lse, *sinks)
+    o, lse = _passes_of(call, _or_none(bias)).forward(call[0], q, k, v, *segments)
+    o, lse = _sinks.added(o, lse, _or_none(sinks))
     return o.astype(q.dtype), lse
+
+
+def _passes_of(call: _Call, bias: jax.Array | None) -> Passes:
+    params, passes = call
+    if bias is None:
+        return passes
+    forward, backward = (functools.partial(f, bias=bias) for f in _OF_BLOCKS)
+    return _by_positions(forward, backward).of(params)
 
 
 def _forward(run: Any, operands: Any, call: _Call) -> Any:
@@ -233,18 +252,15 @@ def _tangents(kept: Any, tangents: Any, call: _Call) -> Any:
         "jflux.attention in forward mode computes its result again with the tangents, in XLA's "
         "operations",
     )
-    (params, _), ((q, k, v, segments, *sinks), *_) = call, kept
-
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> Any:
-        return _run((params, BLOCKS.of(params)), q, k, v, segments, *sinks)
-
-    moving = (*tangents[:3], *tangents[4:])
+    (params, _), (operands, *_) = call, kept
     with jax.default_matmul_precision(params.precision):
-        return derivatives.jvp_of_moved(run, (q, k, v, *sinks), moving)[1]
+        run = functools.partial(_run, (params, BLOCKS.of(params)))
+        return derivatives.jvp_of_moved(run, operands, tangents)[1]
 
 
 def _backward(kept: Any, cotangents: Any, wanted: Any, call: _Call) -> Any:
-    (params, passes), ((q, k, v, segments, *sinks), o, lse) = call, kept
+    (params, _), ((q, k, v, segments, *others), o, lse) = call, kept
+    sinks, bias = map(_or_none, others)
     do, dlse = (
         jnp.zeros_like(a) if ct is None else ct for a, ct in zip((o, lse), cotangents, strict=True)
     )
@@ -252,12 +268,16 @@ def _backward(kept: Any, cotangents: Any, wanted: Any, call: _Call) -> Any:
     if segments[0] is not None:
         arrays = _nonfinite.in_log_sum_exps(*arrays)
     with jax.default_matmul_precision(params.precision):
-        found = passes.backward(params, *arrays[:3], *segments, *arrays[3:])
-    gradients: list[Any] = [d.astype(a.dtype) for d, a in zip(found, (q, k, v), strict=True)]
-    gradients.append(None)
-    for sink in sinks:
+        dq, *d_keys = _passes_of(call, bias).backward(params, *arrays[:3], *segments, *arrays[3:])
+    d_sinks = d_bias = None
+    if bias is not None:
+        dq, d_bias = dq
+        d_bias = d_bias.astype(bias.dtype)
+    if sinks is not None:
         _, lse, *_ = results = arrays[3:]
-        gradients.append(_sinks.gradient(sink, lse, _blockwise.delta_of(*results)))
+        d_sinks = _sinks.gradient(sinks, lse, _blockwise.delta_of(*results))
+    d_rows = (d.astype(a.dtype) for d, a in zip((dq, *d_keys), (q, k, v), strict=True))
+    gradients = (*d_rows, None, d_sinks, d_bias)
     return [None if w is None else d for w, d in zip(wanted, gradients, strict=True)]
 
 
@@ -283,14 +303,10 @@ def attend(
     v: jax.Array,
     segments: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> Any:
     """(o, log-sum-exp)."""
-    return _differentiable((params, passes), q, k, v, (segments,), *_given(sinks))
-
-
-def _given(sinks: jax.Array | None) -> tuple[jax.Array, ...]:
-    """As the last operands. None would be an operand without a type."""
-    return () if sinks is None else (sinks,)
+    return _differentiable((params, passes), *_operands(q, k, v, segments, sinks, bias))
 
 
 def attend_reference(
@@ -299,17 +315,18 @@ def attend_reference(
     k: jax.Array,
     v: jax.Array,
     segments: jax.Array | None,
-    sinks: jax.Array | None = None,
+    sinks: jax.Array | None,
+    bias: jax.Array | None,
 ) -> Any:
     """:func:`attend` in XLA's operations, differentiated as they are written. With segments by
     :func:`_backward`: a derivative of what is written multiplies weights of zero with NaN."""
     params = dataclasses.replace(
         params, gather=all_gather_reference, scatter=reduce_scatter_reference
     )
-    given = params, BLOCKS.of(params)
+    passes = BLOCKS.of(params)
     if segments is not None:
-        return _differentiable(given, q, k, v, (segments,), *_given(sinks))
+        return attend(params, passes, q, k, v, segments, sinks, bias)
     # Its loops are plain `lax`, whose carries have one type.
-    operands = q, k, v, *_given(sinks)
-    q, k, v, *rest = meshes.vary_together(meshes.axes_of(params.axis_name), *operands)
-    return _run(given, q, k, v, (None,), *rest)
+    leaves, structure = jax.tree.flatten(_operands(q, k, v, None, sinks, bias))
+    leaves = meshes.vary_together(meshes.axes_of(params.axis_name), *leaves)
+    return _run((params, passes), *jax.tree.unflatten(structure, leaves))

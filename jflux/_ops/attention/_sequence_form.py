@@ -7,6 +7,8 @@ or heads (Ulysses). :func:`choose` says which, and why.
                                 two both take the same time
     zigzag, striped, forward    gathering: keys arrive while the kernel computes
     many keys                   a ring, which holds one peer's keys at a time
+    a bias                      Ulysses, where ranks divide the heads: cuDNN has one of whole
+                                sequences, and what goes by positions computes in blocks
 
 Times: docs/experiments/0058. Ulysses is taken where they say so, and for nothing else.
 """
@@ -54,6 +56,7 @@ class SplitCall:
       why_no_cudnn: why cuDNN does not compute the heads that a rank has after an exchange, or None.
       along_heads: whether heads are split over an axis of their own too.
       processes: of the program.
+      has_bias: whether there is a bias, of whole sequences.
     """
 
     form: SequenceForm
@@ -65,6 +68,7 @@ class SplitCall:
     why_no_cudnn: str | None = None
     along_heads: bool = False
     processes: int = 1
+    has_bias: bool = False
 
 
 def check_form(op: str, form: str) -> None:
@@ -99,7 +103,7 @@ def splits_heads(heads: int, kv_heads: int, ranks: int) -> bool:
 def _takes_ring(call: Call, machine: Machine) -> Plan | None:
     _, k = call.arrays
     gathered = 2 * call.params.ranks * k.size * k.dtype.itemsize
-    if gathered <= MOST_GATHERED:
+    if gathered <= MOST_GATHERED or _takes_bias(call):
         return None
     return plans.decomposed(
         f"keys and values go around a ring: gathered they have {gathered} bytes, more than "
@@ -109,6 +113,8 @@ def _takes_ring(call: Call, machine: Machine) -> Plan | None:
 
 def _takes_ulysses(call: Call, machine: Machine) -> Plan | WhyNot:
     params: SplitCall = call.params
+    if _takes_bias(call):
+        return plans.decomposed("heads are exchanged (Ulysses): cuDNN has a bias of them")
     if why := _why_not_ulysses(call, machine):
         return WhyNot(why)
     if params.layout == "contiguous":
@@ -116,6 +122,12 @@ def _takes_ulysses(call: Call, machine: Machine) -> Plan | WhyNot:
     else:
         why = f"with gradients that takes less time, on {params.ranks} ranks"
     return plans.decomposed(f"heads are exchanged (Ulysses): {why}")
+
+
+def _takes_bias(call: Call) -> bool:
+    """Whether a call has a bias, and heads that Ulysses takes."""
+    (q, k), params = call.arrays, call.params
+    return params.has_bias and splits_heads(q.shape[2], k.shape[2], params.ranks)
 
 
 def _why_not_ulysses(call: Call, machine: Machine) -> str | None:

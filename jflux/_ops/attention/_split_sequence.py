@@ -53,8 +53,9 @@ class Params:
         return meshes.rank_and_size(self.axis_name)[0]
 
 
-#: Of a forward pass (o, log-sum-exp), of a backward pass the gradients of q, k and v.
-Results = tuple[jax.Array, ...]
+#: Of a forward pass (o, log-sum-exp), of a backward pass the gradients of q, k and v; with a bias,
+#: (the gradient of q, that of the bias) in place of the first.
+Results = tuple[Any, ...]
 #: (parameters, q, k, v, segments, *rest) -> the results of a pass. Of a backward pass, `rest` are
 #: o, the log-sum-exp, and the cotangents of both.
 Pass = Callable[..., Results]
@@ -159,7 +160,7 @@ def go_around_backward(
     v: jax.Array,
     segments: Any,
     *rest: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> Results:
     """The backward pass around a ring. The gradients of keys travel with the keys, and each rank
     adds its part to them. A sum begins with the part of the keys' owner, and ends with the part of
     the rank before the owner."""
@@ -175,7 +176,7 @@ def go_around_backward(
         sums, _ = lax.optimization_barrier((sums, coming))
         sums = _pass_on(params, sums)
         own_dq, *own = differentiate(step, held)
-        return (coming, sums + jnp.stack(own), dq + own_dq), None
+        return (coming, sums + jnp.stack(own), jax.tree.map(jnp.add, dq, own_dq)), None
 
     coming = _pass_on(params, (jnp.stack([k, v]), segments))
     dq, *own = differentiate(0, ((k, v), segments))
@@ -186,4 +187,4 @@ def go_around_backward(
     sums = _pass_on(params, sums)
     own_dq, *own = differentiate(jnp.int32(params.ranks - 1), held)
     dk, dv = _pass_on(params, (sums + jnp.stack(own)).astype(k.dtype))
-    return dq + own_dq, dk, dv
+    return jax.tree.map(jnp.add, dq, own_dq), dk, dv

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from . import _alibi, _sequence_form
-from ._checks import Window, check, is_cross, per_head
+from ._checks import Window, check, check_bias, is_cross, per_head
 from ._over_ranks import OP as _OP
 from ._over_ranks import AttentionOptions, Operands, attend_over_ranks
 from ._sequence_form import SequenceForm
@@ -31,6 +31,7 @@ class Options(TypedDict, total=False):
     window: Window
     segment_ids: Any
     sinks: Any
+    bias: Any
     alibi_slopes: Any
     scale: float | None
     softcap: float | None
@@ -62,6 +63,7 @@ def attention(
     window: Window = None,
     segment_ids: Any = None,
     sinks: Any = None,
+    bias: Any = None,
     alibi_slopes: Any = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -149,6 +151,13 @@ def attention(
         gpt-oss (arXiv 2508.10925; StreamingLLM, arXiv 2309.17453). Neither `scale` nor `softcap`
         changes it. Differentiable, and the same on all ranks of `axis_name` and `heads_axis`; where
         another axis splits heads, those of the rank's own. A sink of -inf is none.
+      bias: [1 or B, 1 or H, S, T], floating, of whole sequences in order of positions, not of
+        `layout`: added to the scores, after the softcap, such as T5's relative positions (arXiv
+        1910.10683, section 2.1). It should be small, since it is whole on all ranks of `axis_name`
+        and `heads_axis`. Differentiable. With a bias "auto" exchanges heads wherever the ranks
+        divide them. On GPUs what one rank then computes, or one rank alone, is one call of cuDNN
+        for calls that are that (above), if the bias is [1, 1 or H, S, T] and of q's type. All else
+        is XLA's blocks, with a warning.
       alibi_slopes: [H], floating: of ALiBi (arXiv 2108.12409, section 3), where the score s_ij of
         head h has ``slope_h (j - i)`` more, for positions i and j of the whole sequence. Without
         `causal` that is what later positions have too, not ``-slope_h |i - j|``. The log-sum-exp
@@ -183,7 +192,7 @@ def attention(
         axis_name, heads_axis, causal, layout, window, scale, softcap, return_lse, form, mesh,
         q_spec,
     )  # fmt: skip
-    return _global_attention(options, Operands(q, k, v, segment_ids, sinks, alibi_slopes))
+    return _global_attention(options, Operands(q, k, v, segment_ids, sinks, bias, alibi_slopes))
 
 
 @functools.wraps(attention, assigned=())
@@ -194,6 +203,7 @@ def reference(
     *,
     segment_ids: Any = None,
     sinks: Any = None,
+    bias: Any = None,
     alibi_slopes: Any = None,
     **options: Any,
 ) -> Any:
@@ -201,7 +211,7 @@ def reference(
     and differentiated as it is written, less with `segment_ids`: then in blocks too."""
     return _global_attention(
         AttentionOptions(**options, is_reference=True),
-        Operands(q, k, v, segment_ids, sinks, alibi_slopes),
+        Operands(q, k, v, segment_ids, sinks, bias, alibi_slopes),
     )
 
 
@@ -217,19 +227,26 @@ def _global_attention(options: AttentionOptions, a: Operands) -> Any:
     check_layout(_OP, options.layout)
     _sequence_form.check_form(_OP, options.form)
 
+    names = meshes.axes_of(options.axis_name, options.heads_axis)
+    is_bound = len(names) > 0 and meshes.is_bound(names)
+    check_bias(_OP, a.bias, a.q, a.k, meshes.axis_size(names) if is_bound else 1)
+    if is_bound or not names:
+        return attend_over_ranks(options, a)
+
     def body(**operands: Any) -> Any:
         return attend_over_ranks(options, Operands(**operands))
 
-    q, operands = a.q, a._asdict()
-    names = meshes.axes_of(options.axis_name, options.heads_axis)
-    if not names or meshes.is_bound(names):
-        return body(**operands)
-    spec = global_arrays._with_axis(global_arrays._spec(q, options.q_spec), 4, 1, names)
+    spec = global_arrays._with_axis(global_arrays._spec(a.q, options.q_spec), 4, 1, names)
     rows, numbers = PartitionSpec(*spec[:3]), PartitionSpec(*spec[:2])
-    of_heads = PartitionSpec(*spec[2:3])
-    specs = Operands(spec, spec, spec, numbers, of_heads, of_heads)  # type: ignore[arg-type]
+    of_heads, of_bias = PartitionSpec(*spec[2:3]), PartitionSpec()
+    if a.bias is not None:
+        split = (spec[0], (*spec, None, None)[2])  # of B and H
+        of_bias = PartitionSpec(
+            *(None if one == 1 else s for one, s in zip(a.bias.shape, split, strict=False))
+        )
+    specs = (spec, spec, spec, numbers, of_heads, of_bias, of_heads)
     return global_arrays.with_specs(
-        body, "attention", operands, specs._asdict(),
+        body, "attention", a._asdict(), dict(zip(a._fields, specs, strict=True)),
         axis_name=names, mesh=options.mesh,
         out_specs=(spec, rows) if options.return_lse else spec,
     )  # fmt: skip

@@ -23,6 +23,7 @@ from ._blockwise import Scores
 from ._checks import (
     Window,
     check,
+    check_bias,
     check_heads,
     of_one_width,
     of_width,
@@ -45,6 +46,7 @@ def ulysses_attention(
     window: Window = None,
     segment_ids: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     scale: float | None = None,
     core: Callable[..., jax.Array] | None = None,
@@ -77,15 +79,18 @@ def ulysses_attention(
         [B, 1, S, S].
       sinks: [H], floating: a logit of each head of q in the denominator of its softmax, as in
         :func:`jflux.attention`; the same on all ranks of `axis_name`. Differentiable.
+      bias: [1 or B, 1 or H, S, T], floating, of whole sequences, added to the scores, as in
+        :func:`jflux.attention`; the same on all ranks of `axis_name`. Differentiable.
       alibi_slopes: [H], floating: of ALiBi, as in :func:`jflux.attention`; the same on all ranks of
         `axis_name`. Constants, without a gradient.
       scale: of the scores; by default 1 / sqrt(D).
       core: what attends, called as ``core(q, k, v, is_causal=..., scale=..., mask=...,
         local_window_size=...)`` for q [B, S, H/N, D] and k, v [B, S, heads, D], and with `sinks`
-        with ``sinks=``, [H/N]. With `alibi_slopes` q, k and v have more elements, which hold the
-        bias, and `scale` is that of the D given ones. By default ``jax.nn.dot_product_attention``;
-        on GPUs its cuDNN form, where that takes such a call, or else jflux's kernel, where that
-        does. (Its other form keeps all scores.)
+        with ``sinks=``, [H/N], with `bias` with ``bias=``, [1 or B, 1 or H/N, S, T]. With
+        `alibi_slopes` q, k and v have more elements, which hold these biases, and `scale` is that
+        of the D given ones. By default ``jax.nn.dot_product_attention``; on GPUs its cuDNN form,
+        where that takes such a call, or else jflux's kernel, where that does. (Its other form keeps
+        all scores.)
 
     Returns:
       [B, S/N, H, D], which varies over `axis_name`.
@@ -103,7 +108,7 @@ def ulysses_attention(
     """
     return _ulysses(
         (all_gather, all_to_all), core or attend, q, k, v, axis_name, causal, window, segment_ids,
-        sinks, alibi_slopes, scale,
+        sinks, bias, alibi_slopes, scale,
     )  # fmt: skip
 
 
@@ -117,6 +122,7 @@ def reference(
     window: Window = None,
     segment_ids: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    bias: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     scale: float | None = None,
     core: Callable[..., jax.Array] | None = None,
@@ -126,7 +132,7 @@ def reference(
     xla = functools.partial(dot_product_attention, implementation="xla")
     return _ulysses(
         (all_gather_reference, all_to_all_reference), core or xla, q, k, v, axis_name, causal,
-        window, segment_ids, sinks, alibi_slopes, scale,
+        window, segment_ids, sinks, bias, alibi_slopes, scale,
     )  # fmt: skip
 
 
@@ -141,6 +147,7 @@ def _ulysses(
     window: Window,
     segment_ids: jax.Array | None,
     sinks: jax.Array | None,
+    bias: jax.Array | None,
     slopes: jax.Array | None,
     scale: float | None,
 ) -> jax.Array:
@@ -151,7 +158,9 @@ def _ulysses(
     sinks = per_head(op, "sinks", sinks, q.shape[2])
     _alibi.check(op, slopes, q.shape[2], scale, None)
     pair = window_of(op, window)
-    check_heads(op, q, k, meshes.axis_size(axis_name))
+    check_heads(op, q, k, ranks := meshes.axis_size(axis_name))
+    bias = None if bias is None else jnp.asarray(bias)
+    check_bias(op, bias, q, k, ranks)
     scale, width = scale_of(op, scale, q.shape[3]), v.shape[3]
     gather, exchange = exchanges
     q, k, v = to_heads(axis_name, q, k, v, exchange)
@@ -167,7 +176,8 @@ def _ulysses(
         ids = gather(segment_ids, axis_name=axis_name, axis=1, tiled=True)
         mask = ids[:, None, :, None] == ids[:, None, None, :]
     pair = within(pair, q.shape[1])
-    more = {} if sinks is None else {"sinks": of_own_heads(sinks, axis_name)}
+    given = {"sinks": sinks, "bias": bias}
+    more = {name: of_own_heads(a, axis_name) for name, a in given.items() if a is not None}
     y = core(q, k, v, is_causal=causal, scale=scale, mask=mask, local_window_size=pair, **more)
     return to_positions(axis_name, of_width(y, width), exchange)
 
@@ -187,10 +197,14 @@ def to_heads(
 
 
 def of_own_heads(a: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The numbers of this rank's heads, of those of all heads, [H]."""
+    """What this rank's heads have of the numbers of all heads, [H], or of a bias [1 or B, 1 or H,
+    S, T], of which one of all heads is theirs too."""
     rank, ranks = meshes.rank_and_size(axis_name)
-    own = len(a) // ranks
-    return lax.dynamic_slice_in_dim(a, rank * own, own)
+    dimension = 1 if a.ndim == 4 else 0
+    if a.ndim == 4 and a.shape[dimension] == 1:
+        return a
+    own = a.shape[dimension] // ranks
+    return lax.dynamic_slice_in_dim(a, rank * own, own, dimension)
 
 
 def to_positions(axis_name: AxisName, y: jax.Array, all_to_all: Any) -> jax.Array:
