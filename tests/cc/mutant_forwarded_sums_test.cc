@@ -32,9 +32,11 @@ TEST(AnotherRankTakesStaleSumsForRight) {
   const Rows rows{3, 1, 16};
   const MatmulAllReduceParams p{{rows, 8, 8, DType::kF32, DType::kF32, false}};
   MatmulAllReduceCall call(p, ScatterTiling{8, 8}, 1);
-  PlainHeap heap(3, call.Workspace());
   bool rank_1_is_stale = false;
-  for (int64_t rank : RunStaggered(heap, call).stale_ranks) rank_1_is_stale |= rank == 1;
+  for (int trial = 0; trial < 10 && !rank_1_is_stale; ++trial) {  // a busy host may miss it
+    PlainHeap heap(3, call.Workspace());
+    for (int64_t rank : RunStaggered(heap, call).stale_ranks) rank_1_is_stale |= rank == 1;
+  }
   EXPECT(rank_1_is_stale);
 }
 
