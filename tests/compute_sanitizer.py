@@ -46,6 +46,7 @@ LOCAL = {
     "grouped_matmul": ["moe_gpu.py"],  # and moe.route
     "flash_attention": ["attention_gpu.py"],
     "flash_decode": [*PYTEST, "test_flash_decode_half.py", "-k", "pages or nothing"],
+    "latent_decode": [*PYTEST, "test_flash_decode_half.py", "-k", "latent and bfloat16"],
     "moe_gate": [*PYTEST, "test_moe_gate.py", "-k", "values and bfloat16"],
     "moe_rows": [*PYTEST, "test_moe_rows.py", "-k", "values and bfloat16"],
     "quantize": [*PYTEST, "test_quantize.py", "-k", "bits and e4m3fn"],
