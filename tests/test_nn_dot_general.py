@@ -48,6 +48,64 @@ def assert_close(got, want):
 
 # ---- Which op ------------------------------------------------------------------------------------
 
+#: Equations of Gemma, Llama and others: the kernel's axes, and the op.
+EINSUMS = {
+    "BTD,DF->BTF": ((None, "tp"), GATHER),
+    "BTD,FD->BTF": (("tp", None), GATHER),
+    "BTD,NDH->BTNH": (("tp", None, None), GATHER),  # contracted in its middle
+    "BTD,CFD->CBTF": ((None, "tp", None), GATHER),  # fused gates
+    "...D,DNH->...NH": ((None, "tp", None), GATHER),
+    "BTNH,NHD->BTD": (("tp", None, None), SCATTER),
+    "BTF,FD->BTD": (("tp", None), SCATTER),
+    "NHD,BTNH->BTD": (("tp", None, None), SCATTER),  # the kernel first
+    "BTNH,HND->BTD": ((None, "tp", None), SCATTER),
+}
+_SIZES = dict(zip("BTDNHFC", (2, 8, 16, 4, 6, 24, 2), strict=True))
+
+
+@pytest.mark.parametrize("equation", EINSUMS)
+def test_einsums(equation):
+    """In any order, with gradients; each takes one op."""
+    axes, op = EINSUMS[equation]
+    terms = equation.replace("...", "BT").split("->")[0].split(",")
+    one, other = (draw(*(_SIZES[c] for c in term), seed=i) for i, term in enumerate(terms))
+    einsum = jnn.TensorParallel("tp").einsum(axes)
+
+    def loss(einsum, one, other):
+        return jnp.sum(jnp.sin(einsum(equation, one, other, precision="highest")))
+
+    with jax.set_mesh(make_mesh((4,))):
+        f = functools.partial(einsum, equation)
+        assert_close(jax.jit(f)(one, other), np.einsum(equation, one, other))
+        assert calls_of(f, one, other) == [op]
+        got = jax.jit(jax.grad(functools.partial(loss, einsum), (0, 1)))(one, other)
+    assert_close(got, jax.grad(functools.partial(loss, jnp.einsum), (0, 1))(one, other))
+
+
+def test_equations_that_are_no_product_are_einsums_own(monkeypatch):
+    """Experts, a sum, a diagonal, three operands; without names all of them."""
+    tp = jnn.TensorParallel("tp")
+    assert tp.einsum() is jnp.einsum
+    einsum = tp.einsum(("tp", None, None))
+    a, b, c = draw(4, 3, 5), draw(4, 5, 6, seed=1), draw(6, 6, seed=2)
+    with jax.set_mesh(make_mesh((4,))):
+        for equation, operands in (
+            ("ebk,ekn->ebn", (a, b)), ("ebk,fkn->ebf", (a, b)), ("nn,ekn->ek", (c, b)),
+            ("ebk,ekn,nm->ebm", (a, b, c)), ("ebk,ekn", (a, b)),
+        ):  # fmt: skip
+            got = jax.jit(functools.partial(einsum, equation, precision="highest"))(*operands)
+            assert_close(got, jnp.einsum(equation, *operands, precision="highest"))
+            assert not calls_of(functools.partial(einsum, equation), *operands)
+        layer = nnx.Einsum(
+            "btd,ndh->btnh", (4, 16, 6), rngs=nnx.Rngs(0), precision="highest",
+            einsum_op=einsum,
+        )  # fmt: skip
+        plain = nnx.Einsum("btd,ndh->btnh", (4, 16, 6), rngs=nnx.Rngs(0), precision="highest")
+        x = draw(2, 8, 16)
+        assert calls_of(lambda x: layer(x), x) == [GATHER]
+        assert_close(jax.jit(lambda x: layer(x))(x), plain(x))
+
+
 #: x's shape, the kernel's, dimension numbers: all the forms that are products.
 FORMS = {
     "dense": ((2, 8, 16), (16, 24), LAST),

@@ -23,6 +23,7 @@ from .._ops.products.matmul_reduce_scatter import matmul_reduce_scatter
 from .._ranks import global_arrays, meshes
 from .._ranks.meshes import AxisName
 from . import _rules, _shared_gather
+from ._einsum import Einsum
 
 #: Recipes by the names that they have as quantizations of MaxText.
 QUANTIZATIONS = {
@@ -131,9 +132,21 @@ class TensorParallel:
         )
 
     def einsum(self, mesh_axes: Sequence[Any] = ()) -> Callable[..., jax.Array]:
-        """As MaxText calls it, of a mixture whose experts are products of dense arrays:
-        `jax.numpy.einsum`, so that these are as without a quantization."""
-        return jnp.einsum
+        """A ``jnp.einsum`` whose products of activations and a kernel take the ops, for
+        ``nnx.Einsum(einsum_op=...)`` and models that write einsums themselves::
+
+            q_einsum = tp.einsum(("heads", "embed", None))  # of kernels [N, D, H]
+            q = q_einsum("BTD,NDH->BTNH", x, w)
+
+        Dimensions may be in any order, the kernel the first operand or the second, and there may
+        be several of each kind, also "..." in x. Other equations, such as those of a mixture's
+        experts, which MaxText asks this for, are `jnp.einsum`'s.
+
+        Args:
+          mesh_axes: names of the kernel's dimensions as it is in the equation, as for
+            :meth:`dot_general`; none: `jnp.einsum`.
+        """
+        return Einsum(self.dot_general(), tuple(mesh_axes)) if mesh_axes else jnp.einsum
 
 
 @dataclasses.dataclass(frozen=True)
