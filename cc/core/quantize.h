@@ -37,6 +37,13 @@ JFLUX_HD uint8_t QuantizedValue(float x, float scale, DType values) {
   return near != near ? 0 : static_cast<uint8_t>(static_cast<int>(std::rint(near)));
 }
 
+// The number of a value with these bits.
+JFLUX_HD float FloatOfValue(uint8_t bits, DType values) {
+  if (values == DType::kF8E4M3FN) return static_cast<float>(F8E4M3FN{bits});
+  if (values == DType::kF8E5M2) return static_cast<float>(F8E5M2{bits});
+  return static_cast<float>(static_cast<int8_t>(bits));
+}
+
 }  // namespace jflux
 
 #endif  // JFLUX_CORE_QUANTIZE_H_

@@ -52,6 +52,83 @@ class AllReduceCall : public AnyCall {
   std::vector<Array> x_, y_;
 };
 
+// With a quantised wire: the bits of its definition (wire_body.h), in plain loops. `nan_at`: the
+// element of rank 0's x that is NaN, if there is one.
+class WireCall : public AnyCall {
+ public:
+  WireCall(const AllReduceParams& p, uint32_t seed, int64_t nan_at = -1) : p_(p) {
+    const WireLayout layout = p.WireChunks();
+    const Array residual = Drawn(p.residual ? p.count : 0, seed * 100 + 90);
+    residual_.push_back(residual);
+    for (int rank = 0; rank < p.world; ++rank) {
+      x_.push_back(Drawn(p.count, seed * 100 + rank, rank == 0 ? nan_at : -1));
+      y_.emplace_back(p.dtype, p.count);
+    }
+    std::vector<Values> x;
+    for (const Array& a : x_) x.push_back(a.AsValues());
+    const Values added = residual.AsValues();
+    want_.resize(p.count);
+    for (int64_t first = 0; first < p.count; first += kWireBlock) {
+      const int64_t end = std::min(p.count, first + kWireBlock);
+      const auto owner = static_cast<int>(first / layout.shard);
+      std::vector<float> sums(end - first);
+      for (int src = 0; src < p.world; ++src) {
+        std::vector<float> part(x[src].begin() + first, x[src].begin() + end);
+        if (src != owner) part = Rounded(part);
+        for (size_t i = 0; i < sums.size(); ++i) sums[i] = src == 0 ? part[i] : sums[i] + part[i];
+      }
+      sums = Rounded(sums);
+      for (int64_t i = first; i < end; ++i)
+        want_[i] = p.residual ? sums[i - first] + static_cast<float>(added[i]) : sums[i - first];
+    }
+  }
+
+  bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
+    ctx.op = static_cast<uint32_t>(kAllReduceId);
+    return AllReduceCpu(p_, ArraysOf(view.rank), view, epoch, ctx);
+  }
+  int64_t Wrong() const override {
+    Array want(p_.dtype, want_);
+    const Values rounded = want.AsValues();
+    int64_t wrong = 0;
+    for (const Array& y : y_) {
+      const Values got = y.AsValues();
+      for (int64_t i = 0; i < p_.count; ++i)
+        wrong += std::isnan(rounded[i]) ? !std::isnan(got[i]) : got[i] != rounded[i];
+    }
+    return wrong;
+  }
+
+ protected:
+  AllReduceArrays ArraysOf(int rank) {
+    AllReduceArrays arrays{x_[rank].bytes.data(), y_[rank].bytes.data()};
+    if (p_.residual) arrays.residual = residual_[0].bytes.data();
+    return arrays;
+  }
+  const AllReduceParams p_;
+
+ private:
+  // Of many sizes, and some blocks of zeros.
+  Array Drawn(int64_t count, uint32_t seed, int64_t nan_at = -1) const {
+    Values values = RandomIntegers(count, 1000, seed);
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t block = i / kWireBlock;
+      values[i] *= block % 5 == 3 ? 0 : std::ldexp(1.0, static_cast<int>(block * 7 % 9) - 10);
+    }
+    if (nan_at >= 0) values[nan_at] = NAN;
+    return Array(p_.dtype, values);
+  }
+  std::vector<float> Rounded(std::vector<float> block) const {
+    uint32_t magnitude = 0;
+    for (float x : block) magnitude = std::max(magnitude, BitsOfFloat(x) & 0x7fffffff);
+    const float scale = ScaleOfBlock(magnitude, p_.wire, false);
+    for (float& x : block) x = FloatOfValue(QuantizedValue(x, scale, p_.wire), p_.wire) * scale;
+    return block;
+  }
+  Values want_;
+  std::vector<Array> residual_, x_, y_;
+};
+
 // With a norm: the sums are exact, the normalised rows are close to the definition, also where they
 // are quantised, as `quantized` says without its scale.
 class NormCall : public AllReduceCall {

@@ -52,6 +52,29 @@ void Check(int world, RunOptions options) {
 
 TEST(EqualsItsDefinition) { OnEverySchedule(Check); }
 
+TEST(QuantisedWire) {
+  OnEverySchedule([](int world, RunOptions options) {
+    options.seed = 700 * world;
+    for (DType wire : {DType::kF8E4M3FN, DType::kS8}) {
+      for (int64_t count : {1, 127, 128, 129, 1000, 2500, 9001}) {
+        for (DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+          const uint32_t seed = ++options.seed;
+          AllReduceParams p{world, count, dtype, AllReduceAlgorithm::kChunked, seed % 2 == 0};
+          p.has_wire = true;
+          p.wire = wire;
+          std::vector<std::unique_ptr<WireCall>> calls;
+          for (uint32_t i = 0; i < 3; ++i) {
+            const int64_t nan_at = i == 1 ? count / 2 : -1;
+            calls.push_back(std::make_unique<WireCall>(p, seed * 16 + i, nan_at));
+          }
+          ExpectRight(calls, PlainHeap(world, p.WireChunks().Workspace(), options.first_epoch),
+                      options);
+        }
+      }
+    }
+  });
+}
+
 // Epoch 0 is the flag of fresh memory. No rank may take fresh memory for data.
 TEST(AcrossTheWrapOnFreshMemory) {
   for (AllReduceAlgorithm algorithm : kPacketAlgorithms) {

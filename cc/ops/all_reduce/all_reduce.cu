@@ -2,11 +2,13 @@
 #include "gpu/cluster.cuh"
 #include "gpu/cluster_team.cuh"
 #include "gpu/packet_call.cuh"
+#include "gpu/quantize.cuh"
 #include "jflux/kernel.cuh"
 #include "ops/all_reduce/all_reduce.h"
 #include "ops/all_reduce/all_reduce_body.h"
 #include "ops/all_reduce/butterfly_body.h"
 #include "ops/all_reduce/norm_body.h"
+#include "ops/all_reduce/wire_body.h"
 #include "runtime/kernels_cuda.h"
 
 namespace jflux {
@@ -39,6 +41,41 @@ __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
   shmem::end_call(args.call, ctx, ok);
 }
 
+// Lanes of a warp share a block of a quantised wire. The bits are those of core/quantize.h.
+struct WarpLanes {
+  static constexpr int kLanes = 32;
+  static __device__ int lane() { return static_cast<int>(threadIdx.x % 32); }
+  static __device__ uint32_t Max(uint32_t magnitude) {
+    return __reduce_max_sync(0xffffffff, magnitude);
+  }
+  template <int kCount>
+  static __device__ void Pack(const float (&x)[kCount], float scale, DType values,
+                              uint8_t (&bits)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      const float a = x[i] / scale, b = x[i + 1] / scale;
+      const uint32_t pair = values == DType::kS8 ? quantize::Rounded<DType::kS8>(a, b)
+                                                 : quantize::Rounded<DType::kF8E4M3FN>(a, b);
+      bits[i] = static_cast<uint8_t>(pair);
+      bits[i + 1] = static_cast<uint8_t>(pair >> 8);
+    }
+  }
+  static __device__ float Unpack(uint8_t bits, DType values) {
+    if (values == DType::kS8) return static_cast<float>(static_cast<int8_t>(bits));
+    return __half2float(__half(__nv_cvt_fp8_to_halfraw(bits, __NV_E4M3)));
+  }
+  // Not joined with an addition.
+  static __device__ float Multiply(float a, float b) { return __fmul_rn(a, b); }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
+    AllReduceWireKernel(const __grid_constant__ ChunkedArgs args) {
+  const shmem::Context ctx = shmem::begin_call(args.call);
+  const bool ok = WireBody<T, WarpLanes>{args.params, args.arrays, ctx}.Run();
+  shmem::end_call(args.call, ctx, ok);
+}
+
 // Places for a CTA's units of a row.
 __host__ __device__ inline int64_t NormPlaces(const AllReduceParams& p, int ctas, int threads) {
   return CeilDiv<int64_t>(p.RowUnits(), ctas * threads) * threads;
@@ -60,10 +97,10 @@ __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
 #endif
 }
 
-// A type's kernels. `few` and `many` rows: by large and by small clusters; [1] quantises too, null
-// for types that it does not take.
+// A type's kernels. `few` and `many` rows: by large and by small clusters; [1] quantises too.
+// `wire` and [1] are null for types that they do not take.
 struct Kernels {
-  const void *direct, *butterfly, *chunked, *few[2], *many[2];
+  const void *direct, *butterfly, *chunked, *wire, *few[2], *many[2];
 };
 
 template <typename T, int kCtas>
@@ -80,6 +117,8 @@ Kernels KernelsOf(DType dtype) {
     Kernels kernels{reinterpret_cast<const void*>(&AllReduceKernel<AllReduceBody<T>>),
                     reinterpret_cast<const void*>(&AllReduceKernel<ButterflyBody<T, 1>>),
                     reinterpret_cast<const void*>(&AllReduceChunkedKernel<T>)};
+    if constexpr (Has(kWireSums, decltype(format)::value))
+      kernels.wire = reinterpret_cast<const void*>(&AllReduceWireKernel<T>);
     FindNormKernels<T, kFewRowsCtas>(kernels.few);
     FindNormKernels<T, kManyRowsCtas>(kernels.many);
     return kernels;
@@ -112,12 +151,14 @@ Plan PlanFor(const AllReduceParams& p, const AllReduceArrays& arrays, int sm_cou
 bool LaunchChunked(const AllReduceParams& p, const AllReduceArrays& arrays, int64_t site,
                    const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
                    std::string* error) {
-  const ChunkedLayout layout = p.Chunks();
-  const int64_t blocks = Min<int64_t>(layout.Chunks(), kPacketCtasPerSm * device.sm_count);
-  ChunkedArgs args =
-      ChunkArgsFor(p, arrays, kAllReduceId, site, blocks, layout.Workspace(), device, view);
-  return LaunchKernel(KernelsOf(p.dtype).chunked, &args, static_cast<int>(blocks), /*cluster=*/1,
-                      kThreads, 0, stream, error);
+  const int64_t chunks = p.has_wire ? p.WireChunks().Chunks() : p.Chunks().Chunks();
+  const WorkspaceLayout workspace =
+      p.has_wire ? p.WireChunks().Workspace() : p.Chunks().Workspace();
+  const int64_t blocks = Min<int64_t>(chunks, kPacketCtasPerSm * device.sm_count);
+  ChunkedArgs args = ChunkArgsFor(p, arrays, kAllReduceId, site, blocks, workspace, device, view);
+  const Kernels kernels = KernelsOf(p.dtype);
+  return LaunchKernel(p.has_wire ? kernels.wire : kernels.chunked, &args, static_cast<int>(blocks),
+                      /*cluster=*/1, kThreads, 0, stream, error);
 }
 
 bool LoadNormKernels(const void* const (&kernels)[2], std::string* error) {
@@ -131,8 +172,9 @@ bool LoadAllReduceKernels(std::string* error) {
   return ForFormats(kAllReduceFormats.operands, [&](DType dtype) {
     const Kernels kernels = KernelsOf(dtype);
     return LoadKernel(kernels.direct, 0, error) && LoadKernel(kernels.butterfly, 0, error) &&
-           LoadKernel(kernels.chunked, 0, error) && LoadNormKernels(kernels.few, error) &&
-           LoadNormKernels(kernels.many, error);
+           LoadKernel(kernels.chunked, 0, error) &&
+           (kernels.wire == nullptr || LoadKernel(kernels.wire, 0, error)) &&
+           LoadNormKernels(kernels.few, error) && LoadNormKernels(kernels.many, error);
   });
 }
 

@@ -3,7 +3,8 @@
 //
 // The call (Params), the algorithms, their workspace layouts, the CPU back end's body, and the CUDA
 // launcher. The bodies that CPU and GPU share: all_reduce_body.h (one-shot, two-shot and chunked),
-// butterfly_body.h, norm_body.h. Python: jflux/_ops/collectives/all_reduce.py.
+// butterfly_body.h, norm_body.h, wire_body.h (chunked, of 8 bits on the wire). Python:
+// jflux/_ops/collectives/all_reduce.py.
 #ifndef JFLUX_OPS_ALL_REDUCE_ALL_REDUCE_H_
 #define JFLUX_OPS_ALL_REDUCE_ALL_REDUCE_H_
 
@@ -100,6 +101,50 @@ struct ChunkedLayout {
   }
 };
 
+// Whose sums may have a quantised wire, and elements that share a scale there.
+inline constexpr FormatSet kWireSums = SetOf(DType::kBF16, DType::kF16, DType::kF32);
+inline constexpr FormatSet kWireFormats = SetOf(DType::kF8E4M3FN, DType::kS8);
+inline constexpr int64_t kWireBlock = 128;
+
+// The chunked algorithm with a quantised wire: chunks of elements, each a slot of values of 8 bits
+// and behind them the float32 scales of its blocks. Shards and chunks are whole blocks, of which
+// the last ranks' may be short or empty.
+struct WireLayout {
+  int32_t world;
+  int64_t count;  // of x
+  int64_t shard;  // elements that a rank sums
+  int64_t chunk;
+
+  JFLUX_HD static WireLayout For(int32_t world, int64_t count) {
+    const int64_t shard = RoundUp(CeilDiv<int64_t>(count, world), kWireBlock);
+    return WireLayout{world, count, shard, shard > (1 << 19) ? 8192 : 2048};
+  }
+  JFLUX_HD int64_t Chunks() const { return CeilDiv(shard, chunk); }  // of a shard
+  // The elements of x in chunk c of the shard of `owner`.
+  struct Range {
+    int64_t first, count;
+    JFLUX_HD int64_t Blocks() const { return CeilDiv(count, kWireBlock); }
+  };
+  JFLUX_HD Range RangeOf(int owner, int64_t c) const {
+    const int64_t first = Min(owner * shard + c * chunk, count);
+    const int64_t end = Min(count, owner * shard + Min((c + 1) * chunk, shard));
+    return Range{first, Max<int64_t>(0, end - first)};
+  }
+  JFLUX_HD int64_t ScaleOffset(int64_t block) const { return chunk + block * 4; }  // in a slot
+  JFLUX_HD int64_t SlotBytes() const { return ScaleOffset(chunk / kWireBlock); }
+  // As ChunkedLayout's.
+  JFLUX_HD int64_t SlotOffset(int what, int from, int to, int64_t c) const {
+    return SignalIndex(what, from, to, c) * SlotBytes();
+  }
+  JFLUX_HD int64_t SignalIndex(int what, int from, int to, int64_t c) const {
+    return (what * (world - 1) + (from - to + world) % world - 1) * Chunks() + c;
+  }
+  WorkspaceLayout Workspace() const {
+    const int64_t slots = 2 * (world - 1) * Chunks();
+    return shmem::WorkspaceFor(slots * SlotBytes(), slots);
+  }
+};
+
 struct AllReduceParams {
   int32_t world;
   int64_t count;  // elements
@@ -109,6 +154,9 @@ struct AllReduceParams {
   Norm norm = Norm::kNone;  // with a norm: one-shot or two-shot only, and rows of full units
   int64_t width = 0;        // of a row, in elements
   double epsilon = 0;
+  // Chunked alone, of types of up to 32 bits: values of this format and scales travel.
+  bool has_wire = false;
+  DType wire = DType::kF8E4M3FN;
 
   JFLUX_HD int64_t ElementBytes() const { return SizeOf<kWideFormats>(dtype); }
   JFLUX_HD int64_t Bytes() const { return count * ElementBytes(); }
@@ -158,6 +206,7 @@ struct AllReduceParams {
         .Add(residual)
         .Add(static_cast<int64_t>(norm))
         .Add(width)
+        .Add(has_wire ? static_cast<int64_t>(wire) : -1)
         .Get();
   }
   int64_t Packets() const {
@@ -181,7 +230,9 @@ struct AllReduceParams {
   }
   PacketLayout Workspace() const { return PacketLayout::For(Packets()); }  // unless chunked
   JFLUX_HD ChunkedLayout Chunks() const { return ChunkedLayout::For(world, Bytes()); }
+  JFLUX_HD WireLayout WireChunks() const { return WireLayout::For(world, count); }
   int64_t WorkspaceBytes() const {
+    if (has_wire) return WireChunks().Workspace().TotalBytes();
     return algorithm == AllReduceAlgorithm::kChunked ? Chunks().Workspace().TotalBytes()
                                                      : Workspace().TotalBytes();
   }
@@ -217,6 +268,10 @@ struct AllReduceArrays {
 // Above this size NCCL is as fast. Measured on two and four ranks (docs/experiments/0030), guessed
 // for others.
 inline constexpr int64_t MostAllReduceBytes(int world) { return (world <= 4 ? 16 : 8) << 20; }
+
+// Bytes of x for which a quantised wire is taken: what quantising costs is some microseconds, below
+// the least more than it saves. Guessed from others' (1 to 4 MB), not measured.
+inline constexpr int64_t kLeastWireBytes = 2 << 20, kMostWireBytes = 128 << 20;
 
 // Trades a latency for bytes.
 //

@@ -110,6 +110,29 @@ struct AllReduceBody {
 // Deadlock: pass 1 waits for nothing. A CTA waits only for CTAs with its number, and the lowest
 // awaited number is running or next on every rank (gpu/call.cuh).
 
+// Signals all peers that a chunk has been written. index_of(from, to): of the signal between two
+// ranks.
+template <typename IndexOf>
+JFLUX_HD void AnnounceChunk(const shmem::Context& ctx, IndexOf&& index_of) {
+  using shmem::Block;
+  Block::sync();
+  for (int d = 1 + Block::rank(); d < ctx.view.world; d += Block::size()) {
+    const int peer = (ctx.view.rank + d) % ctx.view.world;
+    shmem::signal_set(ctx, ctx.signal(index_of(ctx.view.rank, peer)), peer);
+  }
+}
+// Waits for a chunk of all peers.
+template <typename IndexOf>
+JFLUX_HD bool AwaitChunk(const shmem::Context& ctx, IndexOf&& index_of) {
+  using shmem::Block;
+  bool ok = true;
+  for (int d = 1 + Block::rank(); d < ctx.view.world; d += Block::size()) {
+    const int src = (ctx.view.rank + d) % ctx.view.world;
+    ok &= shmem::signal_wait_until(ctx, ctx.signal(index_of(src, ctx.view.rank)), src);
+  }
+  return Block::all(ok);
+}
+
 template <typename T>
 struct ChunkedBody {
   using Block = shmem::Block;
@@ -155,22 +178,11 @@ struct ChunkedBody {
     return shmem::ptr(ctx, ctx.data(layout.SlotOffset(what, from, to, c)), to);
   }
 
-  // Signals all peers that chunk c has been written.
   JFLUX_HD void Announce(const ChunkedLayout& layout, int what, int64_t c) const {
-    Block::sync();
-    for (int d = 1 + Block::rank(); d < p.world; d += Block::size()) {
-      const int peer = (ctx.view.rank + d) % p.world;
-      shmem::signal_set(ctx, ctx.signal(layout.SignalIndex(what, ctx.view.rank, peer, c)), peer);
-    }
+    AnnounceChunk(ctx, [&](int from, int to) { return layout.SignalIndex(what, from, to, c); });
   }
   JFLUX_HD bool Await(const ChunkedLayout& layout, int what, int64_t c) const {
-    bool ok = true;
-    for (int d = 1 + Block::rank(); d < p.world; d += Block::size()) {
-      const int src = (ctx.view.rank + d) % p.world;
-      ok &= shmem::signal_wait_until(
-          ctx, ctx.signal(layout.SignalIndex(what, src, ctx.view.rank, c)), src);
-    }
-    return Block::all(ok);
+    return AwaitChunk(ctx, [&](int from, int to) { return layout.SignalIndex(what, from, to, c); });
   }
 
   // Sums chunk c of the local shard, into y and the peers' slots.

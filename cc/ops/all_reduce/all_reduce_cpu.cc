@@ -4,6 +4,7 @@
 #include "ops/all_reduce/all_reduce_body.h"
 #include "ops/all_reduce/butterfly_body.h"
 #include "ops/all_reduce/norm_body.h"
+#include "ops/all_reduce/wire_body.h"
 #include "runtime/packet_call_cpu.h"
 
 namespace jflux {
@@ -19,6 +20,19 @@ struct OneThread {
   }
   uint32_t Max(uint32_t v) const { return v; }
   uint32_t MaxOfLanes(uint32_t v) const { return v; }
+};
+
+// A thread has all of a block.
+struct OneLane {
+  static constexpr int kLanes = 1;
+  static int lane() { return 0; }
+  static uint32_t Max(uint32_t magnitude) { return magnitude; }
+  template <int kCount>
+  static void Pack(const float (&x)[kCount], float scale, DType values, uint8_t (&bits)[kCount]) {
+    for (int i = 0; i < kCount; ++i) bits[i] = QuantizedValue(x[i], scale, values);
+  }
+  static float Unpack(uint8_t bits, DType values) { return FloatOfValue(bits, values); }
+  static float Multiply(float a, float b) { return a * b; }
 };
 
 template <typename T, bool kQuantizes>
@@ -46,6 +60,15 @@ bool Run(const AllReduceParams& p, const AllReduceArrays& arrays, const PacketCa
 
 bool AllReduceCpu(const AllReduceParams& p, const AllReduceArrays& arrays,
                   const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
+  if (p.has_wire) {
+    const auto run = [&](const shmem::Context& call) {
+      return WithFormat<kWireSums>(p.dtype, [&](auto format) {
+        return WireBody<Number<format>, OneLane>{p, arrays, call}.Run();
+      });
+    };
+    return shmem::internal::RunCall(view, p.WireChunks().Workspace(), epoch, p.Signature(), ctx,
+                                    run);
+  }
   if (p.algorithm == AllReduceAlgorithm::kChunked) {
     const auto run = [&](const shmem::Context& call) {
       return WithFormat(

@@ -7,10 +7,29 @@
 namespace jflux {
 namespace {
 
+// With a quantised wire.
+bool PlanWire(AllReduceParams p, int64_t asked, Fields* plan, std::string* why_not) {
+  const bool is_chosen = asked < 0;
+  if (!Has(kWireFormats, p.wire) || !Has(kWireSums, p.dtype)) {
+    *why_not = "no kernel has such a wire";
+    return false;
+  }
+  p.has_wire = true;
+  p.algorithm = AllReduceAlgorithm::kChunked;
+  const bool small = is_chosen && p.Bytes() < kLeastWireBytes;
+  const bool taken = !small && (!is_chosen || p.Bytes() <= kMostWireBytes);
+  *plan = Fields{{"algorithm", taken ? static_cast<int64_t>(p.algorithm) : -1},
+                 {"workspace_bytes", taken ? p.WorkspaceBytes() : 0},
+                 {"fits_norm", 0},
+                 {"exact", small}};
+  return true;
+}
+
 // Fields of a call: world, count, dtype, width (elements of a row that is to be normalised; 0: no
-// norm) and algorithm (-1: to be chosen). Fields of the plan: algorithm (-1: XLA's own is faster),
-// workspace_bytes (0 then), and fits_norm: whether that algorithm can normalise such rows. If it
-// cannot, the plan is for the sum alone.
+// norm), algorithm (-1: to be chosen), and perhaps wire, the format of what travels. Fields of the
+// plan: algorithm (-1: XLA's own is faster), workspace_bytes (0 then), and fits_norm: whether that
+// algorithm can normalise such rows. If it cannot, the plan is for the sum alone. With a wire it is
+// chunked, or -1, and there is exact: whether a sum without a wire is better, of x so small.
 bool PlanAllReduce(CallReader& call, const Machine& machine, Fields* plan, std::string* why_not) {
   AllReduceParams p{};
   p.world = static_cast<int32_t>(call.Get("world", 1, kMaxRanks));
@@ -18,7 +37,12 @@ bool PlanAllReduce(CallReader& call, const Machine& machine, Fields* plan, std::
   p.dtype = call.GetFormat("dtype");
   p.width = call.Get("width", 0, p.count);
   const int64_t asked = call.Get("algorithm", -1, kAllReduceAlgorithms - 1);
+  const int64_t wire = call.GetOr("wire", -1, -1, kFormatCount - 1);
   if (!call.Check(why_not)) return false;
+  if (wire >= 0) {
+    p.wire = static_cast<DType>(wire);
+    return PlanWire(p, asked, plan, why_not);
+  }
   if (asked < 0 && p.Bytes() > MostAllReduceBytes(p.world)) {
     *plan = Fields{{"algorithm", -1}, {"workspace_bytes", 0}, {"fits_norm", 0}};
     return true;
@@ -42,11 +66,13 @@ struct Attributes {
   bool residual = false;
   int64_t quantize_block = 0;  // QuantizedRows::block; 0: rows are not quantised
   bool power_of_two = false;
+  int64_t wire = -1;  // number of the format of what travels; -1: x's own
 
   void Read(AttributeReader& read) {
     call.Read(read);
     read("algorithm", &algorithm)("epsilon", &epsilon)("norm", &norm)("residual", &residual);
     read("quantize_block", &quantize_block)("power_of_two", &power_of_two);
+    read("wire", &wire);
   }
 };
 
@@ -64,6 +90,14 @@ struct Call : CallOf<kAllReduceId, AllReduceCpu, LaunchAllReduce> {
     p = AllReduceParams{
         static_cast<int32_t>(a.call.world),           count,      *dtype,
         static_cast<AllReduceAlgorithm>(a.algorithm), a.residual, static_cast<Norm>(a.norm)};
+    if (a.wire >= 0) {
+      p.has_wire = true;
+      p.wire = static_cast<DType>(a.wire);
+      if (p.algorithm != AllReduceAlgorithm::kChunked || p.norm != Norm::kNone ||
+          a.wire >= kFormatCount || !Has(kWireFormats, p.wire) || !Has(kWireSums, p.dtype)) {
+        return kDoNotFit;
+      }
+    }
     const auto like_x = [&](const ffi::AnyBuffer& b) {
       return b.element_type() == x.element_type() && b.element_count() == x.element_count();
     };

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, Required, TypedDict, TypeVar, Unpack, overload
 
@@ -21,32 +22,54 @@ from ..._call.plans import Arrays, Machine, Plan
 from ..._call.primitives import make_primitive
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
-from .. import _epilogue, _lax, _norm, _two_level, _two_level_plan
+from .. import _epilogue, _lax, _norm, _scaled, _two_level, _two_level_plan
 from .._collective import Collective
 from .._recipe import Format
 from .._scaled import Scaled
 from .._spec import OpSpec
 from ..products import _product, _product_plan
-from . import _sum_epilogue, exchange
+from . import _quantized_sum, _sum_epilogue, exchange
 from ._sum_epilogue import SumEpilogue
 
 OP = "all_reduce"
 ALGORITHMS = _native.ALL_REDUCE_ALGORITHMS
+#: Whether sums with a quantised wire have run on GPUs, against the reference.
+WIRE_CHECKED_ON_GPUS = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """A call, less its operands: x, the residual if there is one, and the norm's factors."""
+    """A call, less its operands: x, the residual if there is one, and the norm's factors.
+
+    Attributes:
+      wire, grad_wire: formats that data travel in, and those of derivatives; None: x's type.
+    """
 
     axis_names: tuple[Any, ...]
     world: int
     algorithm: str | None
     epilogue: SumEpilogue = SumEpilogue()
     prepared: str | None = None
+    wire: str | None = None
+    grad_wire: str | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no data of it or of its derivatives are quantised."""
+        return self.wire is None and self.grad_wire is None
 
     def without_epilogue(self) -> Params:
         """The sum alone."""
         return dataclasses.replace(self, epilogue=SumEpilogue())
+
+    def of_derivative(self) -> Params:
+        """The sum of tangents or cotangents."""
+        return dataclasses.replace(self.without_epilogue(), wire=self.grad_wire)
+
+    def prepared_by(self, step: str, **changes: Any) -> Params:
+        """The call that is left after this step, in words, with these changes."""
+        steps = step if self.prepared is None else f"{self.prepared}; {step}"
+        return dataclasses.replace(self, prepared=steps, **changes)
 
 
 Tree = TypeVar("Tree")
@@ -59,6 +82,8 @@ class Options(TypedDict, total=False):
     residual: jax.Array | None
     algorithm: str | None
     axis_index_groups: Sequence[Sequence[int]] | None
+    wire: str | None
+    grad_wire: str | None
 
 
 @overload
@@ -87,6 +112,8 @@ def all_reduce(
     quantize: Format | None = None,
     algorithm: str | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
+    wire: str | None = None,
+    grad_wire: str | None = None,
 ) -> Any:
     """``lax.psum(x, axis_name)``, with the latency of one exchange, or two, where x is small; and
     what follows it in a transformer: a residual in the same kernel, rows normalised there too where
@@ -125,16 +152,28 @@ def all_reduce(
       axis_index_groups: groups of the ranks, as positions along `axis_name`, each rank once and all
         groups of one size: a sum in each of them. The result then varies over `axis_name`, and
         residual and norm need to be the same in a group only.
+      wire: "float8_e4m3fn" or "int8": data travel quantised, in blocks of 128 elements of the
+        flattened x, each with a float32 scale (as :func:`jflux.quantize`, of rows of 128), for an
+        x of bfloat16, float16 or float32. Of N shards of x each rank sums one: the others' parts as
+        they were quantised, its own as it is, in rank order, in float32. The sums are quantised
+        again, and all ranks, their owner too, have the same bits. A block with a NaN or an infinity
+        becomes NaN as a whole. The kernel adds a residual; norm and `quantize` follow in XLA. Below
+        a size for which it does not pay the sum is exact (:func:`jflux.explain` says so), unless
+        ``algorithm="chunked"`` or ``jflux.config(always=True)`` asks for it. (Quantised sums:
+        EQuARX, arXiv 2506.17615, and FlashInfer's ``quantized_all_reduce``, whose owners keep
+        their sums as they are, so that ranks differ.)
+      grad_wire: likewise, of the sums of tangents and cotangents, which are exact by default.
+        Derivatives are those of an exact sum (straight through).
 
     Returns:
       The sum, of x's shape and type; with `norm` a pair: the sum, and its rows normalised, with
       `quantize` as a :class:`jflux.Scaled`.
 
     Raises:
-      ValueError: for an unknown algorithm, a residual or a norm that does not fit, or groups that
-        are none, when the call is traced.
-      TypeError: for a norm or a format that is none, or a derivative with `quantize`, when the
-        call is traced.
+      ValueError: for an unknown algorithm or wire, a residual or a norm that does not fit, groups
+        that are none, or an algorithm other than "chunked" with a wire, when the call is traced.
+      TypeError: for a norm or a format that is none, a derivative with `quantize`, or a wire for
+        an x of another type, when the call is traced.
       NameError: outside ``shard_map``.
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
         takes, or that finds no room in the symmetric heap.
@@ -151,22 +190,23 @@ def all_reduce(
         raise ValueError(
             f"jflux.all_reduce: {algorithm=} must be None or one of {', '.join(ALGORITHMS)}"
         )
+    _quantized_sum.check(OP, x, wire, grad_wire, algorithm)
     if residual is not None or norm is not None or quantize is not None:
         x = jnp.asarray(x)
         x = x.astype(jnp.int32) if x.dtype == bool else x  # as lax.psum
         _sum_epilogue.check(OP, x.shape, residual, norm, quantize)
     if results := _sum_epilogue.quantized_after(
         all_reduce, quantize, x, axis_name=axis_name, residual=residual, norm=norm,
-        algorithm=algorithm, axis_index_groups=axis_index_groups,
+        algorithm=algorithm, axis_index_groups=axis_index_groups, wire=wire, grad_wire=grad_wire,
     ):  # fmt: skip
         return results
     if _product.is_for_lax(OP, axis_name, *jax.tree.leaves(x), residual):
         return reference(
             x, axis_name=axis_name, residual=residual, norm=norm, quantize=quantize,
-            axis_index_groups=axis_index_groups,
+            axis_index_groups=axis_index_groups, wire=wire, grad_wire=grad_wire,
         )  # fmt: skip
     names, world = meshes.ranks_of(axis_name, axis_index_groups)
-    params = Params(axis_names=names, world=world, algorithm=algorithm)
+    params = Params(names, world, algorithm, wire=wire, grad_wire=grad_wire)
     if residual is not None or norm is not None:
         epilogue, added = _sum_epilogue.operands(OP, params.axis_names, residual, norm, quantize)
         _product.warn_if_same(OP, axis_name, "x", x)
@@ -193,14 +233,28 @@ def reference(
     quantize: Format | None = None,
     algorithm: str | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
+    wire: str | None = None,
+    grad_wire: str | None = None,
 ) -> Any:
     """``psum(x)``: arguments and results are those of :func:`jflux.all_reduce`; any type that
     `lax.psum` takes will do, the algorithm does not matter, and the sum is rounded to x's type
-    before a residual is added."""
+    before a residual is added. With `wire` it is quantised at any size, and rounded after a
+    residual of x's type has been added, as in the kernel."""
+    _quantized_sum.check(f"reference.{OP}", x, wire, grad_wire, None)
     del algorithm
-    y = _sum(x, axis_name, axis_index_groups)
-    if residual is not None:
-        y = _epilogue.add(y, [residual])
+    added = [] if residual is None else [residual]
+    if wire is None and grad_wire is None:
+        y = _epilogue.add(_sum(x, axis_name, axis_index_groups), added)
+    else:
+        ranks, _ = meshes.ranks_of(axis_name, axis_index_groups)
+
+        def one(x: Any) -> jax.Array:
+            x = jnp.asarray(x)
+            if jax.typeof(x).weak_type:  # a number, which stays one
+                return _sum(x, axis_name, axis_index_groups)
+            return _quantized_sum.reference(x, ranks, wire, grad_wire, added)
+
+        y = jax.tree.map(one, x)
     if norm is None:
         return y
     normalised = _norm.apply(norm.name, norm.epsilon, y, *norm.factors)
@@ -224,7 +278,7 @@ def _sum(x: Any, axis_name: AxisName, axis_index_groups: Sequence[Sequence[int]]
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
     (x, *added), (dx, *dadded) = primals, [none_if_zero(t) for t in tangents]
     results = bind(params, x, added)
-    dy = None if dx is None else bind(params.without_epilogue(), dx)[0]
+    dy = None if dx is None else bind(params.of_derivative(), dx)[0]
     return results, _sum_epilogue.tangents(OP, params.epilogue, results[0], dy, added, dadded)
 
 
@@ -239,10 +293,15 @@ def _result(arrays: Arrays, params: Params) -> list[Any]:
 
 
 def _reference(arrays: Arrays, params: Params) -> list[Any]:
-    x, *added = arrays
-    return _sum_epilogue.apply(
-        params.epilogue, Collective("all_reduce").lax(x, params.axis_names), added
-    )
+    (x, *added), epilogue = arrays, params.epilogue
+    if params.wire is None:
+        y = Collective("all_reduce").lax(x, params.axis_names)
+    else:
+        y = _quantized_sum.quantized_sum(x, params.axis_names, params.wire)
+        y = _quantized_sum.rounded(y, x.dtype, added[: epilogue.residual])
+        added = added[epilogue.residual :]
+        epilogue = dataclasses.replace(epilogue, residual=False)
+    return _sum_epilogue.apply(epilogue, y, added)
 
 
 def _unsupported(x: Any, params: Params) -> str | None:
@@ -276,13 +335,19 @@ def _native_plan(x: Any, params: Params, machine: Machine, algorithm: str | None
         "width": width,
         "algorithm": -1 if algorithm is None else ALGORITHMS.index(algorithm),
     }
+    if params.wire is not None:
+        call["wire"] = _native.dtype_number(params.wire)
     return machine.native_plan(OP, call)
 
 
 def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
     (x, *_), params = call.arrays, call.params
     kernel = _product_plan.why_kernel(params)
-    large = WhyNot(f"{x.size * x.dtype.itemsize} bytes, for which lax.psum is faster")
+    if params.wire is not None and machine.platform == "cuda":
+        if why := plans.why_unchecked(WIRE_CHECKED_ON_GPUS):
+            return WhyNot(why, unsupported=True)
+    collectives = "lax.psum is" if params.wire is None else "XLA's collectives are"
+    large = WhyNot(f"{x.size * x.dtype.itemsize} bytes, for which {collectives} faster")
     if why := _unsupported(x, params):
         is_large = params.world <= _product.MAX_RANKS and x.size * x.dtype.itemsize > most_bytes(
             params.world
@@ -291,6 +356,8 @@ def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
         return large if chosen_by_size and is_large else WhyNot(why, unsupported=True)
     chosen = _native_plan(x, params, machine, params.algorithm)
     if chosen["algorithm"] < 0:
+        if (exact := _exact_instead(x, params, machine)) is not None:
+            return _takes(dataclasses.replace(call, params=exact), machine)
         if kernel is None:
             return large
         chosen = _native_plan(x, params, machine, "chunked")
@@ -303,8 +370,27 @@ def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
                 machine.why_no_room("chunks would take", alone["workspace_bytes"], "half")
             )
     by = "as asked for" if params.algorithm else f"chosen for {x.size * x.dtype.itemsize} bytes"
-    words = f"{algorithm}, {by}"
+    words = f"{algorithm}{f' in {params.wire}' if params.wire else ''}, {by}"
     return plans.fused(f"{words}; {params.prepared}" if params.prepared else words, chosen)
+
+
+def _exact_instead(x: Any, params: Params, machine: Machine) -> Params | None:
+    """The call without its wire, if that is faster and the wire was not asked for at any size."""
+    if params.wire is None or params.algorithm or _product_plan.why_kernel(params):
+        return None
+    if not _native_plan(x, params, machine, None).get("exact"):
+        return None
+    return params.prepared_by(
+        f"exact: {x.size * x.dtype.itemsize} bytes, for which a quantised wire does not pay",
+        wire=None,
+    )
+
+
+def _takes_in_nodes(call: Call, machine: Machine) -> Plan | WhyNot:
+    """Whether the call is summed over two levels."""
+    if call.params.wire is not None:
+        return WhyNot("data travel between nodes as they are", unsupported=True)
+    return _takes(call, machine)
 
 
 def _plan_two_level(call: Call) -> Plan:
@@ -342,9 +428,12 @@ def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
 
 
 def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
-    """Leaves to XLA what the kernels do not add or normalise, and to `jflux.quantize` what they do
-    not quantise."""
+    """Leaves out a wire that does not pay, and leaves to XLA what the kernels do not add or
+    normalise, and to `jflux.quantize` what they do not quantise."""
     x, *added = arrays
+    exact = _exact_instead(x, params, machine)
+    if exact is not None:
+        return lambda x, *added: bind(exact, x, added)
     epilogue = params.epilogue
     chosen = _native_plan(x, params, machine, params.algorithm)
     takes_residual = not epilogue.residual or added[0].dtype == x.dtype
@@ -363,22 +452,18 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
 
     def after_the_kernel(x: Any, *added: Any) -> list[Any]:
         if takes_residual and takes_norm:
-            wide = dataclasses.replace(
-                params,
-                epilogue=dataclasses.replace(epilogue, quantize=None),
-                prepared="jflux.quantize follows it",
+            wide = params.prepared_by(
+                "jflux.quantize follows it", epilogue=dataclasses.replace(epilogue, quantize=None)
             )
             y, normalised = bind(wide, x, added)
             return [y, *_sum_epilogue.quantized(epilogue, normalised)]
-        summed = dataclasses.replace(
-            params.without_epilogue(), prepared="XLA adds the residual and normalises after it"
+        summed = params.without_epilogue().prepared_by(
+            "XLA adds the residual and normalises after it"
         )
         if not takes_residual:
             return _sum_epilogue.apply(epilogue, bind(summed, x)[0], added)
-        with_residual = dataclasses.replace(
-            params,
-            epilogue=SumEpilogue(epilogue.residual),
-            prepared="XLA normalises the rows after it",
+        with_residual = params.prepared_by(
+            "XLA normalises the rows after it", epilogue=SumEpilogue(epilogue.residual)
         )
         (y,) = bind(with_residual, x, added[: epilogue.residual])
         rest = dataclasses.replace(epilogue, residual=False)
@@ -396,16 +481,20 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
         "residual": params.epilogue.residual,
         "quantize_block": np.int64(0 if to is None else to.block[1]),
         "power_of_two": to is not None and to.power_of_two,
+        "wire": np.int64(-1 if params.wire is None else _native.dtype_number(params.wire)),
     }
 
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
-    if len(operands) == 1:
+    if len(operands) == 1 and params.is_exact:
         return primitive.bind(*operands, params=params), dims
     count = 1 + params.epilogue.residual
     rows, factors = operands[:count], operands[count:]
     bind = functools.partial(primitive.bind, params=params)
-    if any(d is not None for d in dims[len(rows) :]):
+    size_of_one = math.prod(n for i, n in enumerate(rows[0].shape) if i != dims[0])
+    # A block has elements of one call of the batch only.
+    cuts_blocks = not params.is_exact and size_of_one % _scaled.BLOCK != 0
+    if cuts_blocks or any(d is not None for d in dims[len(rows) :]):
         return _product.batch_one_by_one(bind, operands, dims)
     size = next(a.shape[d] for a, d in zip(rows, dims, strict=False) if d is not None)
     rows = [
@@ -431,7 +520,7 @@ def of_each(params: Params, ct: jax.Array, aval: Any) -> jax.Array:
         not has_subgroups and aval.manual_axis_type.varying
     ):  # types are tracked: x varies over the axes
         return lax.pcast(ct, params.axis_names, to="varying")
-    return bind(params.without_epilogue(), ct)[0]
+    return bind(params.of_derivative(), ct)[0]
 
 
 _op = Op(
@@ -440,7 +529,7 @@ _op = Op(
     reference=_reference,
     forms=(
         forms.kernel(_takes, _attributes, canonical=_canonical),
-        Form(_two_level_plan.collective(_takes, _plan_two_level), _two_level_form),
+        Form(_two_level_plan.collective(_takes_in_nodes, _plan_two_level), _two_level_form),
     ),
     batch=_batch,
     varying=lambda params: None if meshes.has_subgroups(params.axis_names) else 1,

@@ -342,8 +342,8 @@ def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
             None if dw is None else _partial(params, x, dw),
         ]
     )
-    alone = params.sums.without_epilogue()
-    dy = None if dpartial is None else all_reduce.bind(alone, dpartial)[0]
+    of_sum = params.sums.of_derivative()
+    dy = None if dpartial is None else all_reduce.bind(of_sum, dpartial)[0]
     return results, _sum_epilogue.tangents(OP, params.sums.epilogue, results[0], dy, added, dadded)
 
 

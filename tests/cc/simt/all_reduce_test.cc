@@ -53,6 +53,28 @@ TEST(Sums) {
   }
 }
 
+TEST(QuantisedWire) {
+  simt::SetSmCount(2);
+  uint32_t seed = 1;
+  for (int world : simt::kWorlds) {
+    for (DType wire : {DType::kF8E4M3FN, DType::kS8}) {
+      for (DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+        AllReduceParams p{world, world == 2 ? 5001 : 300, dtype, AllReduceAlgorithm::kChunked,
+                          /*residual=*/seed % 2 == 0};
+        p.has_wire = true;
+        p.wire = wire;
+        for (int schedule = 0; schedule < simt::Schedules(1); ++schedule, ++seed) {
+          simt::DeviceHeap heap(world, p.WireChunks().Workspace(), {0, seed % 2 == 0 ? 50u : 0u});
+          const int64_t wrong = simt::WrongOnDevices(heap, world, seed, [&](uint32_t of) {
+            return std::make_unique<DeviceCall<WireCall>>(p, of, of % 2 == 0 ? 130 : -1);
+          });
+          EXPECT_EQ(wrong, 0) << "world " << world << " seed " << seed;
+        }
+      }
+    }
+  }
+}
+
 // Few rows: a cluster of eight CTAs for each; more rows: of two.
 TEST(RowsAreNormalised) {
   uint32_t seed = 1;

@@ -271,6 +271,7 @@ inline int __float2int_rn(float v) {
                        : static_cast<int>(std::nearbyint(std::min(std::max(v, -0x1p31f), kMost)));
 }
 inline float __frcp_rn(float v) { return 1 / v; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __saturatef(float v) { return std::min(std::max(v, 0.0f), 1.0f); }
 inline float rsqrtf(float v) { return 1 / std::sqrt(v); }
