@@ -6,6 +6,7 @@ import re
 import pytest
 
 from jflux._ops.attention import _blockwise, _flash_decode_primitive, flash_attention
+from jflux._ops.collectives import _quantized_exchange
 from jflux._ops.experts import routing
 from jflux._ops.products import _grouped_primitives
 
@@ -35,6 +36,7 @@ def value_of(file: str, name: str) -> int:
         (FLASH, "kNowhere", _blockwise.NOWHERE),
         (FLASH, "kSome", flash_attention._SOME),
         (FLASH, "kAll", flash_attention._ALL),
+        ("ops/all_reduce/all_reduce.h", "kLeastWireBytes", _quantized_exchange.LEAST_BYTES),
         ("ops/flash_decode/flash_decode.cu", "kMostWarps", _flash_decode_primitive._MOST_WARPS),
     ],
 )

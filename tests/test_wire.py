@@ -42,7 +42,7 @@ def _requantized(blocks, wire):
     largest = np.abs(blocks).max(-1, keepdims=True)
     scale = np.where(largest == 0, np.float32(1), np.maximum(largest / most, np.float32(2**-126)))
     ratio = np.clip(blocks / scale, -most, most)
-    values = np.round(ratio) if wire == "int8" else ratio
+    values = np.nan_to_num(np.round(ratio)) if wire == "int8" else ratio
     return values.astype(np.dtype(wire)).astype(np.float32) * scale
 
 
@@ -309,3 +309,109 @@ def test_small_sums_are_exact():
     with jflux.config(always=False):
         y = np.asarray(jax.jit(f)(x))
     np.testing.assert_array_equal(y, np.broadcast_to(x.sum(0), x.shape))
+
+
+# ---- all_gather and reduce_scatter ---------------------------------------------------------------
+
+
+def _exchanged(op, module, dtype=np.float32, check_vma=True, **options):
+    """(a call on global arrays [N, ...], one rank's x as the test has it, along dimension 1)."""
+    dimension = {"all_gather": "axis", "reduce_scatter": "scatter_dimension"}[op]
+    options = {dimension: 1, "tiled": True, "wire": "int8"} | options
+    f = functools.partial(getattr(module, op), axis_name="tp", **options)
+
+    def call(x):
+        return jax.shard_map(
+            lambda x: f(x[0])[None], mesh=make_mesh((len(x),)), in_specs=P("tp"),
+            out_specs=P("tp"), check_vma=check_vma,
+        )(x)  # fmt: skip
+
+    return call
+
+
+def _in_rows(a, wire):
+    """Rows [..., n] as they are after a transfer."""
+    n = a.shape[-1]
+    blocks = np.zeros((*a.shape[:-1], -(-n // 128) * 128), np.float32)
+    blocks[..., :n] = a
+    shape = blocks.shape
+    return _requantized(blocks.reshape(*shape[:-1], -1, 128), wire).reshape(shape)[..., :n]
+
+
+@EACH_MODULE
+@pytest.mark.parametrize(
+    ("ranks", "wire", "dtype"),
+    [(3, "int8", jnp.bfloat16), (2, "float8_e4m3fn", np.float32), (3, "int8", np.float16)],
+)
+def test_gathers_and_scatters_are_their_specification(module, ranks, wire, dtype):
+    """To the bit; a rank's own part of a sum is exact, and its own part of a gather is not."""
+    x = np.array(normal(0, (ranks, 5, 2 * ranks, 9), np.float32).astype(dtype))
+    x[0, 0, 0, 0] = np.nan
+    wide = x.astype(np.float32)
+    with jflux.config(always=True):
+        gathered = run(jax.jit(_exchanged("all_gather", module, wire=wire)), x)
+        scattered = run(jax.jit(_exchanged("reduce_scatter", module, wire=wire)), x)
+    sent = _in_rows(wide.reshape(ranks, -1), wire).astype(dtype).reshape(x.shape)
+    assert gathered.dtype == scattered.dtype == dtype
+    gathered, scattered = (a.astype(np.float32) for a in (gathered, scattered))
+    for one in gathered:
+        np.testing.assert_array_equal(one, np.concatenate(list(sent), 1).astype(np.float32))
+    parts = np.moveaxis(wide.reshape(ranks, 5, ranks, 2, 9), 2, 1)  # rank, owner, ...
+    sent = _in_rows(parts.reshape(ranks, ranks, -1), wire).reshape(parts.shape)
+    for owner in range(ranks):
+        each = [parts[r, owner] if r == owner else sent[r, owner] for r in range(ranks)]
+        total = functools.reduce(np.add, each)
+        want = total.astype(dtype).astype(np.float32)
+        np.testing.assert_array_equal(scattered[owner], want)
+
+
+@pytest.mark.parametrize(
+    ("module", "grad_wire", "check_vma"),
+    [(jflux, "int8", True), (jflux, None, False), (jflux.reference, "int8", False)],
+    ids=["int8", "exact", "lax"],
+)
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+def test_derivatives_of_gathers_and_scatters(op, grad_wire, check_vma, module):
+    """Each other's, exact or in `grad_wire`, forward and backward."""
+    x, dx = (normal(i, (2, 6, 4), np.float32) for i in range(2))
+    call = _exchanged(op, module, check_vma=check_vma, grad_wire=grad_wire, wire="float8_e4m3fn")
+    exact, other = (
+        _exchanged(name, jflux.reference, check_vma=check_vma, wire=grad_wire)
+        for name in (op, {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}[op])
+    )
+
+    def f(x, dx):
+        y, tangent = jax.jvp(call, (x,), (dx,))
+        return tangent, jax.vjp(call, x)[1](jnp.cos(y))[0], y
+
+    with jflux.config(always=True):
+        tangent, pulled, y = run(jax.jit(f), x, dx)
+        np.testing.assert_allclose(tangent, jax.jit(exact)(dx), rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(pulled, jax.jit(other)(np.cos(y)), rtol=1e-5, atol=1e-5)
+
+
+def test_groups_untiled_invarying_and_small():
+    x = normal(0, (4, 4, 130), np.float32)
+    groups = [[0, 2], [1, 3]]
+    options = {"axis_index_groups": groups, "tiled": False, "check_vma": False}
+    with jflux.config(always=True):
+        y = run(jax.jit(_exchanged("all_gather", jflux, axis=0, **options)), x)
+    sent = _in_rows(x.reshape(4, -1), "int8").reshape(x.shape)
+    np.testing.assert_array_equal(y[3], sent[[1, 3]])
+    mesh = make_mesh((2,))
+    gather = functools.partial(jflux.all_gather, axis_name="tp", to="invarying", wire="int8")
+    specs = {"in_specs": P("tp"), "out_specs": P()}
+    f = jax.shard_map(lambda x: gather(x[0]), mesh=mesh, **specs)
+    with jflux.config(always=True):
+        np.testing.assert_array_equal(run(jax.jit(f), x[:2]), sent[:2])
+        np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: jnp.sum(f(x))))(x[:2]), 1)
+    with jflux.config(always=False):
+        found = str(jflux.explain(f, x[:2]))
+        assert "exact: 4160 bytes reach a rank, for which a quantised wire does not pay" in found
+        np.testing.assert_array_equal(run(jax.jit(f), x[:2]), x[:2])
+    with pytest.raises(ValueError, match='to="reduced" takes no wire'):
+        jax.eval_shape(_exchanged("all_gather", jflux, to="reduced"), x)
+    with pytest.raises(ValueError, match="wire='fp8' must be None or one of"):
+        jax.eval_shape(_exchanged("reduce_scatter", jflux, wire="fp8"), x)
+    with pytest.raises(TypeError, match="x has an array of int32"):
+        jax.eval_shape(_exchanged("reduce_scatter", jflux), x.astype(np.int32))

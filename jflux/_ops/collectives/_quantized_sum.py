@@ -104,7 +104,7 @@ def _sum_of_blocks(x: jax.Array, ranks: Any, wire: str) -> jax.Array:
 
     sent: Scaled = form.quantize(shards)
     parts = Collective("all_to_all", 0, 0).lax(sent, ranks).dequantize()
-    is_own = (jnp.arange(world, dtype=jnp.int32) == _place(ranks))[:, None, None]
+    is_own = (jnp.arange(world, dtype=jnp.int32) == place(ranks))[:, None, None]
     # Without the barrier XLA may fuse products and sums.
     total = sum_in_order(lax.optimization_barrier(jnp.where(is_own, shards, parts)), 0)
 
@@ -115,7 +115,7 @@ def _sum_of_blocks(x: jax.Array, ranks: Any, wire: str) -> jax.Array:
     return y.ravel()[: x.size].reshape(x.shape)
 
 
-def _place(ranks: Any) -> jax.Array:
+def place(ranks: Any) -> jax.Array:
     """Of this rank in its group."""
     names, groups = meshes.axes_and_groups(ranks)
     at = lax.axis_index(names)

@@ -27,6 +27,7 @@ from .._collective import Collective, Kind
 from .._collective import axis as normalize
 from .._spec import OpSpec
 from ..products import _product, _product_plan
+from . import _quantized_exchange, _quantized_sum
 
 #: Up to so many bytes that reach a rank travel in LL packets: for an all-to-all of more than two
 #: ranks, half of that. Up to MOST_BYTES they travel in chunks (more than two ranks: half of that),
@@ -70,6 +71,8 @@ def all_gather(
     tiled: bool = False,
     axis_index_groups: Groups = None,
     to: str = "varying",
+    wire: str | None = None,
+    grad_wire: str | None = None,
 ) -> Tree:
     """``lax.all_gather(x, axis_name, axis=axis, tiled=tiled)``, with the latency of one exchange
     where x is small.
@@ -90,6 +93,14 @@ def all_gather(
       to: what ``check_vma=True`` knows of the result: "varying"; "invarying" (not with groups),
         whose gradient needs no communication: a rank takes its part; or "reduced" (`lax`'s, not
         with groups), whose gradient is "unreduced": a sum over the ranks that is still to be made.
+      wire: "float8_e4m3fn" or "int8": data travel quantised, in blocks of 128 elements of the
+        flattened x, each with a float32 scale, values and scales as the bytes of one exchange
+        (ZeRO++'s gathers of weights, arXiv 2306.10209, section 3.1). x is bfloat16, float16 or
+        float32. All ranks have the same bits, of their own x too, and a block with a NaN or an
+        infinity becomes NaN. With less than 2 MiB that reach a rank data travel as they are, which
+        :func:`jflux.explain` says, unless ``jflux.config(always=True)``. Not with to="reduced".
+      grad_wire: likewise, of the exchanges of derivatives, which are exact by default (straight
+        through).
 
     Returns:
       [.., N, ..], or x's shape with dimension `axis` N times as long. It varies over `axis_name`
@@ -118,6 +129,7 @@ def all_gather(
             f"jflux.all_gather: {to=} takes no axis_index_groups, which have different results"
         )
     for_lax = _product.is_for_lax("all_gather", axis_name, *jax.tree.leaves(x))
+    way = _way("all_gather", x, axis_name, axis_index_groups, wire, grad_wire, for_lax, to)
     if to == "reduced" and not for_lax and meshes.tracks_vma(axis_name):
         _config.fall_back("all_gather", _product.NO_KERNEL_REDUCES.format('to="reduced"'))
         for_lax = True
@@ -125,6 +137,8 @@ def all_gather(
 
     def one(x: jax.Array) -> jax.Array:
         at = _dimension("all_gather", "axis", axis, x.ndim + (not tiled))
+        if way is not None:
+            return _along(at, tiled, _quantized_exchange.all_gather(x, way))
         if for_lax:
             return all_gather_reference(
                 x, axis_name=axis_name, axis=at, tiled=tiled, axis_index_groups=axis_index_groups,
@@ -144,6 +158,8 @@ def reduce_scatter(
     scatter_dimension: int = 0,
     tiled: bool = False,
     axis_index_groups: Groups = None,
+    wire: str | None = None,
+    grad_wire: str | None = None,
 ) -> Tree:
     """``lax.psum_scatter(x, axis_name, scatter_dimension=..., tiled=...)``, with the latency of one
     exchange where x is small.
@@ -159,6 +175,8 @@ def reduce_scatter(
       scatter_dimension: the dimension of x that the shards are parts of.
       tiled: whether N divides that dimension, and not is it: then the result has no such one.
       axis_index_groups: as in :func:`jflux.all_gather`.
+      wire, grad_wire: as in :func:`jflux.all_gather`; blocks are of a rank's part of x. The others'
+        parts are added as they were quantised, the rank's own as it is.
 
     Returns:
       x's shape with that dimension divided by N, or without it.
@@ -175,11 +193,14 @@ def reduce_scatter(
     """
 
     for_lax = _product.is_for_lax("reduce_scatter", axis_name, *jax.tree.leaves(x))
+    way = _way("reduce_scatter", x, axis_name, axis_index_groups, wire, grad_wire, for_lax)
 
     def one(x: jax.Array) -> jax.Array:
         at = _dimension("reduce_scatter", "scatter_dimension", scatter_dimension, x.ndim)
         _, world = meshes.ranks_of(axis_name, axis_index_groups)
         _check_shards("reduce_scatter", x, at, world, tiled)
+        if way is not None:
+            return _quantized_exchange.reduce_scatter(_parts(at, tiled, x, world), way)
         if for_lax:
             return reduce_scatter_reference(
                 x, axis_name=axis_name, scatter_dimension=at, tiled=tiled,
@@ -256,6 +277,40 @@ def all_to_all(
     return _each(one, x)
 
 
+def _way(
+    op: str,
+    x: Any,
+    axis_name: AxisName,
+    groups: Groups,
+    wire: str | None,
+    grad_wire: str | None,
+    is_reference: bool,
+    to: str = "varying",
+) -> _quantized_exchange.Way | None:
+    """How data of a call travel, if any are quantised."""
+    _quantized_sum.check(op, x, wire, grad_wire, None)
+    if wire is None and grad_wire is None:
+        return None
+    if to == "reduced":
+        raise ValueError(f'jflux.{op}: to="reduced" takes no wire')
+    named = meshes.as_tuple(axis_name)
+    of = None if groups is None else tuple(map(tuple, groups))
+    return _quantized_exchange.Way(named, of, to, wire, grad_wire, is_reference)
+
+
+def _along(at: int, tiled: bool, y: jax.Array) -> jax.Array:
+    """Parts [N, ...] along a dimension, their own or a new one."""
+    y = jnp.moveaxis(y, 0, at)
+    return y.reshape(*y.shape[:at], -1, *y.shape[at + 2 :]) if tiled else y
+
+
+def _parts(at: int, tiled: bool, x: jax.Array, world: int) -> jax.Array:
+    """The parts [N, ...] of a dimension."""
+    if tiled:
+        x = x.reshape(*x.shape[:at], world, x.shape[at] // world, *x.shape[at + 1 :])
+    return jnp.moveaxis(x, at, 0)
+
+
 def _each(one: Callable[[jax.Array], jax.Array], x: Any) -> Any:
     return jax.tree.map(lambda array: one(jnp.asarray(array)), x)
 
@@ -330,11 +385,18 @@ def all_gather_reference(
     tiled: bool = False,
     axis_index_groups: Groups = None,
     to: str = "varying",
+    wire: str | None = None,
+    grad_wire: str | None = None,
 ) -> Tree:
-    """``lax.all_gather(x)``: arguments and results are those of :func:`jflux.all_gather`."""
+    """``lax.all_gather(x)``: arguments and results are those of :func:`jflux.all_gather`. With
+    `wire` data are quantised at any size."""
+    op = "reference.all_gather"
+    way = _way(op, x, axis_name, axis_index_groups, wire, grad_wire, True, to)
 
     def one(x: jax.Array) -> jax.Array:
         at = normalize(axis, x.ndim + (not tiled))
+        if way is not None:
+            return _along(at, tiled, _quantized_exchange.all_gather(x, way))
         gather = Collective("all_gather", concat=at)
         if gather.is_of_nothing(x):
             x = x if tiled else jnp.expand_dims(x, at)
@@ -376,11 +438,19 @@ def reduce_scatter_reference(
     scatter_dimension: int = 0,
     tiled: bool = False,
     axis_index_groups: Groups = None,
+    wire: str | None = None,
+    grad_wire: str | None = None,
 ) -> Tree:
-    """``lax.psum_scatter(x)``: arguments and results are those of :func:`jflux.reduce_scatter`."""
+    """``lax.psum_scatter(x)``: arguments and results are those of :func:`jflux.reduce_scatter`.
+    With `wire` data are quantised at any size."""
+    op = "reference.reduce_scatter"
+    way = _way(op, x, axis_name, axis_index_groups, wire, grad_wire, True)
 
     def one(x: jax.Array) -> jax.Array:
         at = normalize(scatter_dimension, x.ndim)  # the oldest JAX takes no negative one
+        if way is not None:
+            _, world = meshes.ranks_of(axis_name, axis_index_groups)
+            return _quantized_exchange.reduce_scatter(_parts(at, tiled, x, world), way)
         scatter = Collective("reduce_scatter", split=at)
         if scatter.is_of_nothing(x):
             y = scatter.of_nothing(x, meshes.ranks_of(axis_name, axis_index_groups)[1])
