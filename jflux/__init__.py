@@ -42,6 +42,8 @@ from ._ops.collectives.exchange import all_gather as all_gather
 from ._ops.collectives.exchange import all_to_all as all_to_all
 from ._ops.collectives.exchange import reduce_scatter as reduce_scatter
 from ._ops.collectives.ragged_all_to_all import ragged_all_to_all as ragged_all_to_all
+from ._ops.collectives.wire_report import WireCall as WireCall
+from ._ops.collectives.wire_report import wire_report as wire_report
 from ._ops.experts.dispatch_grouped_matmul import dispatch_grouped_matmul as dispatch_grouped_matmul
 from ._ops.experts.dispatch_grouped_matmul import grouped_matmul_combine as grouped_matmul_combine
 from ._ops.experts.moe_dispatch import moe_combine as moe_combine

@@ -26,6 +26,7 @@ class Switches:
       chunked: whether exchanges travel in chunks, whatever their size; None: what is planned.
       node_chunks: into how many chunks products over two levels are cut, as far as they divide;
         None: what is planned.
+      wires: where calls with a quantised wire are noted (:func:`jflux.wire_report`); None: nowhere.
       recorder: where plans are noted (:func:`jflux.explain`); None: nowhere.
       forked: whether the process is a fork of the one that has compiled (jflux/_heap/_fork.py).
     """
@@ -37,6 +38,7 @@ class Switches:
     configuration: Any = None
     chunked: bool | None = None
     node_chunks: int | None = None
+    wires: Any = None
     recorder: Any = None
     forked: bool = False
 

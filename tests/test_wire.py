@@ -311,6 +311,44 @@ def test_small_sums_are_exact():
     np.testing.assert_array_equal(y, np.broadcast_to(x.sum(0), x.shape))
 
 
+def test_report():
+    """Calls in a loop, of both kinds, one that travels as it is, and one with a NaN."""
+    x = normal(0, (2, 4, 300), np.float32)
+    x[:, :, 0] = 1e4  # most of its block is flushed in int8
+    x[1, 0, 5] = np.nan
+
+    def f(x):
+        def step(y, _):
+            return jflux.all_reduce(x[0, 1:], axis_name="tp", wire="int8"), None
+
+        y, _ = jax.lax.scan(step, x[0, 1:], None, 3)
+        gathered = jflux.all_gather(x[0], axis_name="tp", wire="float8_e4m3fn")
+        with_nan = jflux.reduce_scatter(
+            gathered * jnp.where(jnp.arange(2) == 1, 1, 0)[:, None, None], axis_name="tp",
+            wire="int8",
+        )  # fmt: skip
+        return y, jnp.sum(with_nan)[None]
+
+    specs = {"in_specs": P("tp"), "out_specs": (P("tp"), P("tp"))}
+    mapped = jax.shard_map(f, mesh=make_mesh((2,)), **specs, check_vma=False)
+    with jflux.config(always=True):
+        report = jflux.wire_report(jax.jit(mapped), x)
+        looped, gather, scatter = report
+    assert (looped.op, looped.operand, looped.wire, looped.times) == (
+        "all_reduce", "float32[3, 300]", "int8", 3,
+    )  # fmt: skip
+    assert "test_wire.py" in looped.line and 0 < looped.error < 1e-2 and looped.flushed > 0.3
+    assert gather.op == "all_gather" and gather.error < 0.04 and gather.not_finite == 2 * 127
+    assert scatter.op == "reduce_scatter" and scatter.times == 1
+    assert str(report).splitlines()[0].startswith("all_reduce  float32[3, 300] in int8, 3 times")
+    with jflux.config(always=False):
+        small = jflux.wire_report(mapped, x)
+    assert [(one.op, one.error) for one in small][:2] == [("all_reduce", 0), ("all_gather", 0)]
+    assert str(jflux.wire_report(jnp.sum, x)) == "no call with a wire"
+    with pytest.raises(RuntimeError, match="no effect inside a function that JAX traces"):
+        jax.jit(lambda x: jflux.wire_report(mapped, x))(x)
+
+
 # ---- all_gather and reduce_scatter ---------------------------------------------------------------
 
 

@@ -242,7 +242,7 @@ def tracing(label: Callable[[Any], str], params: Any, operands: Sequence[Any]) -
     if recorder is not None and recorder.traced is not None:
         key = _key(label(params), [jax.typeof(a) for a in operands], params)
         # Of a gradient it is the line of what it is the gradient of.
-        if line := _line_of(source_info_util.current().traceback) or _line_now():
+        if line := _line_of(source_info_util.current().traceback) or line_now():
             recorder.traced.setdefault(key, []).append(line)
 
 
@@ -256,7 +256,7 @@ def _line_of(traceback: Any) -> str:
     return _innermost((f.file_name, f.line_num, f.function_name) for f in frames)
 
 
-def _line_now() -> str:
+def line_now() -> str:
     """The innermost line of the program that runs."""
     frames, frame = [], sys._getframe()
     while frame is not None:
@@ -304,6 +304,6 @@ def note_once(op: str, operands: Sequence[Any], results: Sequence[Any], plan: Pl
         return
     call = Explained(op, tuple(map(_describe, operands)), tuple(map(_describe, results)), plan)
     if all(dataclasses.replace(one, lines=(), times=1) != call for one in recorder.calls):
-        line = _line_now()
+        line = line_now()
         call = dataclasses.replace(call, lines=(line,) if line else ())
         recorder.add((op, call.operands, None), call)

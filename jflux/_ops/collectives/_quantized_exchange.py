@@ -26,7 +26,7 @@ from ..._call.derivatives import differentiated
 from ..._ranks import meshes
 from .._scaled import BLOCK, Scaled
 from .._two_level import sum_in_order
-from . import _quantized_sum, exchange
+from . import _quantized_sum, exchange, wire_report
 
 #: With fewer bytes that reach a rank data travel as they are, as in an all_reduce of fewer
 #: (kLeastWireBytes in cc/ops/all_reduce/all_reduce.h).
@@ -76,14 +76,19 @@ def reduce_scatter(x: jax.Array, way: Way) -> jax.Array:
 
 def _run(op: str, f: Any, x: jax.Array, way: Way, size: int) -> jax.Array:
     """A call, as it is if its data are few."""
+    wire = way.wire
     small = size < LEAST_BYTES and not _config.config.always and not way.is_reference
     if way.wire is not None and (small or x.size == 0):
         why = f"exact: {size} bytes reach a rank, for which a quantised wire does not pay"
         way = dataclasses.replace(way, wire=None)
         (y,) = f(way, x)
         explain.note_once(op, (x,), (y,), plans.decomposed(why))
-        return y
-    (y,) = f(way, x)
+    else:
+        (y,) = f(way, x)
+    if wire is not None and wire_report.is_wanted():
+        (exact,) = f(dataclasses.replace(way, wire=None, grad_wire=None), x)
+        _, world = meshes.ranks_of(way.axis_name, way.groups)
+        wire_report.note(op, x, wire, y, exact, world)
     return y
 
 

@@ -28,7 +28,7 @@ from .._recipe import Format
 from .._scaled import Scaled
 from .._spec import OpSpec
 from ..products import _product, _product_plan
-from . import _quantized_sum, _sum_epilogue, exchange
+from . import _quantized_sum, _sum_epilogue, exchange, wire_report
 from ._sum_epilogue import SumEpilogue
 
 OP = "all_reduce"
@@ -211,7 +211,7 @@ def all_reduce(
         epilogue, added = _sum_epilogue.operands(OP, params.axis_names, residual, norm, quantize)
         _product.warn_if_same(OP, axis_name, "x", x)
         x, *added = _product.constant_if_whole(x.dtype, x, *added)
-        return epilogue.of_call(bind(dataclasses.replace(params, epilogue=epilogue), x, added))
+        return epilogue.of_call(_call(dataclasses.replace(params, epilogue=epilogue), x, added))
 
     def one(array: Any) -> jax.Array:
         array = jnp.asarray(array)
@@ -219,9 +219,18 @@ def all_reduce(
             return reference(array, axis_name=axis_name, axis_index_groups=axis_index_groups)
         if array.dtype == bool:  # as lax.psum
             array = array.astype(jnp.int32)
-        return bind(params, array)[0]
+        return _call(params, array)[0]
 
     return jax.tree.map(one, x)
+
+
+def _call(params: Params, x: jax.Array, added: Sequence[jax.Array] = ()) -> list[jax.Array]:
+    """:func:`bind`, of which :func:`jflux.wire_report` is told."""
+    results = bind(params, x, added)
+    if params.wire is not None and wire_report.is_wanted():
+        exact, *_ = bind(dataclasses.replace(params, wire=None, grad_wire=None), x, added)
+        wire_report.note(OP, x, params.wire, results[0], exact, params.world)
+    return results
 
 
 def reference(
