@@ -544,8 +544,12 @@ Q, K, N = (2, 4, 8), (2, 6, 2, 8), (2,)
         ([Q, K[1:], K, N], {}, r"k_cache must be \[B, S/N, G, D\], got \(6, 2, 8\)"),
         ([Q, K, (2, 5, 2, 8), N], {}, "keys and values must have one shape"),
         ([Q, K, K, N], {"value_width": 4}, "value_width is for a cache without values"),
-        ([Q, K, None, N], {}, "without values value_width must be from 1 to .* 8, got None"),
-        ([Q, K, None, N], {"value_width": 9}, "without values value_width must be from 1 to"),
+        ([Q, K, None, N], {}, "without values .* from 1 to the keys' 8, got None"),
+        (
+            [Q, K, None, N],
+            {"value_width": 9},
+            "value_width must be an int from 1 to",
+        ),
         ([Q, (2, 6, 3, 8), (2, 6, 3, 8), N], {}, "4 heads of queries must be a multiple of 3"),
         ([Q, (2, 6, 0, 8), (2, 6, 0, 8), N], {}, "4 heads of queries must be a multiple of 0"),
         (

@@ -82,6 +82,34 @@ def test_einsums(equation):
     assert_close(got, jax.grad(functools.partial(loss, jnp.einsum), (0, 1))(one, other))
 
 
+@pytest.mark.parametrize(
+    ("equation", "axes", "specs", "shapes"),
+    [
+        ("BTD,DF->TBF", (None, "tp"), (P(None, "tp"), P(None, "tp"), P(None, None, "tp")),
+         ((2, 8, 16), (16, 24))),
+        ("NBTH,DHN->TBD", (None, None, "tp"), (P("tp"), P(None, None, "tp"), P("tp")),
+         ((4, 2, 8, 6), (16, 6, 4))),
+    ],
+)  # fmt: skip
+def test_einsums_of_ranks_whose_result_is_in_another_order(equation, axes, specs, shapes):
+    """The sequence is x's dimension -2, wherever the result has it."""
+    x, w = draw(*shapes[0]), draw(*shapes[1], seed=1)
+    einsum = jnn.TensorParallel("tp").einsum(axes)
+    f = functools.partial(einsum, equation, precision="highest")
+    mapped = jax.shard_map(f, mesh=make_mesh((4,)), in_specs=specs[:2], out_specs=specs[2])
+    assert_close(jax.jit(mapped)(x, w), np.einsum(equation, x, w))
+
+
+def test_einsums_types_sizes_and_names():
+    tp, w = jnn.TensorParallel("tp"), draw(4, 5).astype(jnp.bfloat16)
+    einsum = tp.einsum((None, "tp"))
+    assert einsum("bsd,df->bsf", jnp.full((2, 3, 4), 2.0), w).dtype == jnp.bfloat16  # a weak type
+    assert einsum("bsd,df->bsf", draw(2, 3, 4), w).dtype == jnp.float32
+    assert einsum("bsd,df->bsf", draw(2, 3, 1), w).shape == (2, 3, 5)
+    with pytest.raises(ValueError, match="must name the 2 dimensions of the kernel"):
+        tp.einsum(("tp",))("bsd,df->bsf", draw(2, 3, 4), w)
+
+
 def test_equations_that_are_no_product_are_einsums_own(monkeypatch):
     """Experts, a sum, a diagonal, three operands; without names all of them."""
     tp = jnn.TensorParallel("tp")

@@ -428,6 +428,34 @@ def test_derivatives_of_gathers_and_scatters(op, grad_wire, check_vma, module):
         np.testing.assert_allclose(pulled, jax.jit(other)(np.cos(y)), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+def test_gathers_and_scatters_inside_explicit_axes(op):
+    """As they are without such an axis, and forward and backward in a wire."""
+    types = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("tp", "dp"), axis_types=types, devices=jax.devices()[:4])
+    x = normal(0, (2, 6, 300), np.float32)
+    options = {"axis_name": "tp", "wire": "int8", "grad_wire": "int8"}
+
+    def call(x):
+        f = functools.partial(getattr(jflux, op), **options, tiled=True)
+        return jax.shard_map(
+            lambda x: f(x[0])[None], in_specs=P("tp"), out_specs=P("tp"), axis_names={"tp"}
+        )(x)  # fmt: skip
+
+    def both(x):
+        y, pull = jax.vjp(call, x)
+        return y, pull(jnp.cos(y))[0]
+
+    plain = make_mesh((2,))
+    with jflux.config(always=True):
+        with jax.set_mesh(plain):
+            want = jax.jit(both)(x)
+        with jax.set_mesh(mesh):
+            got = jax.jit(both)(jax.device_put(x, jax.NamedSharding(mesh, P("tp", None, "dp"))))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
 def test_groups_untiled_invarying_and_small():
     x = normal(0, (4, 4, 130), np.float32)
     groups = [[0, 2], [1, 3]]

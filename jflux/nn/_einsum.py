@@ -76,7 +76,7 @@ class Einsum:
         if call is None or (out_sharding is not None and call.by.y != call.terms.out):
             return jnp.einsum(subscripts, *operands, **options, **others)
         terms, by = call.terms, call.by
-        dtype = jnp.promote_types(call.x.dtype, call.kernel.dtype)
+        dtype = jnp.result_type(call.x, call.kernel)
         x = _transposed(call.x.astype(dtype), terms.x, by.x)
         kernel = _transposed(call.kernel.astype(dtype), terms.kernel, by.kernel)
         names = tuple(self.mesh_axes[terms.kernel.index(letter)] for letter in by.kernel)
@@ -94,8 +94,18 @@ class Einsum:
         if is_first := self._is_first(x, kernel):
             x, kernel = kernel, x
         terms = terms_of(subscripts, x.ndim, kernel.ndim, is_first)
-        by = None if terms is None else arranged(terms, self._is_named)
-        return None if terms is None or by is None else Call(x, kernel, terms, by)
+        if terms is None:
+            return None
+        sizes = dict(zip(terms.kernel, kernel.shape, strict=True))
+        if any(sizes.get(c, n) != n for c, n in zip(terms.x, x.shape, strict=True)):
+            return None  # einsum broadcasts a size of 1, and has a message for others
+        by = arranged(terms, self._is_named)
+        if by is not None and len(self.mesh_axes) != kernel.ndim:
+            raise ValueError(
+                f"jflux.nn.TensorParallel.einsum: mesh_axes={self.mesh_axes} must name the "
+                f"{kernel.ndim} dimensions of the kernel, which has shape {kernel.shape}"
+            )
+        return None if by is None else Call(x, kernel, terms, by)
 
     def _is_first(self, one: Any, other: Any) -> bool:
         """Whether the kernel is the first operand."""
@@ -133,7 +143,7 @@ def arranged(terms: Terms, is_named: Any) -> Arrangement | None:
     x, kernel, out = terms.x, terms.kernel, terms.out
     k = [c for c in kernel if c in x and c not in out]
     n = [c for c in kernel if c not in x and c in out]
-    rows = [c for c in out if c in x and c not in kernel]
+    rows = [c for c in x if c in out and c not in kernel]  # a layer's sequence is one of x's
     if not (k and n and rows) or len(k) + len(n) != len(kernel) or len(k) + len(rows) != len(x):
         return None
     if sorted(rows + n) != sorted(out):

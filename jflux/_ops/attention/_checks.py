@@ -125,11 +125,11 @@ def check_values(op: str, k: Any, v: Any, value_width: int | None) -> None:
         raise ValueError(f"{op}: value_width is for a cache without values; pass None for them")
     if v is None:
         width = k.shape[-1]
-        is_width = isinstance(value_width, int) and 0 < value_width <= width
-        if not is_width:
+        is_width = isinstance(value_width, int | np.integer) and 0 < value_width <= width
+        if not is_width or isinstance(value_width, bool):
             raise ValueError(
-                f"{op}: without values value_width must be from 1 to the keys' {width}, got "
-                f"{value_width}"
+                f"{op}: without values value_width must be an int from 1 to the keys' {width}, got "
+                f"{value_width!r}"
             )
     elif k.shape[:3] != v.shape[:3]:
         raise ValueError(

@@ -107,7 +107,7 @@ def attend(
     splits = splits_of(q.shape, k.shape[2], positions, is_scaled, v is None)
     params = Params(
         capacity, float(scale), float(softcap or 0), splits, is_scaled, block_table is not None,
-        slopes is not None, default_precision(), value_width,
+        slopes is not None, default_precision(), int(value_width),
     )  # fmt: skip
     caches = [k] if v is None else [k, v]
     values = [a.values if isinstance(a, Scaled) else a for a in caches]

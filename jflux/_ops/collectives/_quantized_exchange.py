@@ -13,12 +13,13 @@ those of `_quantized_sum.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from ... import _config
 from ..._call import explain, plans
@@ -124,24 +125,60 @@ def unpacked(data: jax.Array, wire: str, size: int) -> jax.Array:
 def _gathered(way: Way, x: jax.Array) -> tuple[jax.Array]:
     if way.wire is None:
         return (way.exchange("all_gather", x, axis=0, to=way.to),)
-    # XLA may leave out the cast that made x.
-    sent = packed(lax.optimization_barrier(x).astype(jnp.float32).ravel(), way.wire)
-    came = way.exchange("all_gather", sent, axis=0, to=way.to)
-    return (unpacked(came, way.wire, x.size).reshape(-1, *x.shape).astype(x.dtype),)
+    wire, (ranks, world) = way.wire, meshes.ranks_of(way.axis_name, way.groups)
+
+    def gather(x: jax.Array) -> jax.Array:
+        # XLA may leave out the cast that made x.
+        sent = packed(lax.optimization_barrier(x).astype(jnp.float32).ravel(), wire)
+        came = way.exchange("all_gather", sent, axis=0, to=way.to)
+        return unpacked(came, wire, x.size).reshape(-1, *x.shape).astype(x.dtype)
+
+    same = way.to == "invarying" and meshes.tracks_vma(way.axis_name)
+    return (_unsharded(gather, x, (world, *x.shape), lambda spec: (None, *spec), ranks, same),)
 
 
 def _scattered(way: Way, x: jax.Array) -> tuple[jax.Array]:
     if way.wire is None:
         return (way.exchange("reduce_scatter", x, scatter_dimension=0),)
-    own = lax.optimization_barrier(x).astype(jnp.float32).reshape(len(x), -1)
-    sent = packed(own, way.wire)
-    came = way.exchange("all_to_all", sent, split_axis=0, concat_axis=0, tiled=True)
-    parts = unpacked(came, way.wire, own.shape[1])
-    place = _quantized_sum.place(meshes.ranks_of(way.axis_name, way.groups)[0])
-    is_own = (jnp.arange(len(x), dtype=jnp.int32) == place)[:, None]
-    # Without the barrier XLA may fuse products and sums.
-    total = sum_in_order(lax.optimization_barrier(jnp.where(is_own, own, parts)), 0)
-    return (total.reshape(x.shape[1:]).astype(x.dtype),)
+    wire, (ranks, world) = way.wire, meshes.ranks_of(way.axis_name, way.groups)
+
+    def scatter(x: jax.Array) -> jax.Array:
+        own = lax.optimization_barrier(x).astype(jnp.float32).reshape(world, -1)
+        sent = packed(own, wire)
+        came = way.exchange("all_to_all", sent, split_axis=0, concat_axis=0, tiled=True)
+        parts = unpacked(came, wire, own.shape[1])
+        is_own = (jnp.arange(world, dtype=jnp.int32) == _quantized_sum.place(ranks))[:, None]
+        # Without the barrier XLA may fuse products and sums.
+        total = sum_in_order(lax.optimization_barrier(jnp.where(is_own, own, parts)), 0)
+        return total.reshape(x.shape[1:]).astype(x.dtype)
+
+    return (_unsharded(scatter, x, x.shape[1:], lambda spec: spec[1:], ranks),)
+
+
+def _unsharded(
+    f: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+    shape: tuple[int, ...],
+    spec_of: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+    ranks: Any,
+    same: bool = False,
+) -> jax.Array:
+    """f(x), of this shape. Blocks are of the flattened x, and types do not say how that is split
+    over Explicit axes: f does not see these. `spec_of`: of the result, from x's.
+    `same`: whether the result does not vary over the ranks."""
+    of_x = jax.typeof(x)
+    if not meshes.is_sharded([of_x]):
+        return f(x)
+    names, _ = meshes.axes_and_groups(ranks)
+    varying = of_x.manual_axis_type.varying
+    varying = varying - {*names} if same else varying | {*names}
+    spec = PartitionSpec(*spec_of(tuple(of_x.sharding.spec)))
+    result = of_x.update(
+        shape=shape, weak_type=False, sharding=of_x.sharding.update(spec=spec),
+        manual_axis_type=of_x.manual_axis_type.update(varying=varying),
+    )  # fmt: skip
+    (y,) = meshes.unsharded_inside(lambda x: [f(x)], [result])(x)
+    return y
 
 
 def _gather_tangents(kept: Any, tangents: Sequence[Any], way: Way) -> Sequence[jax.Array]:
