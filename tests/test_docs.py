@@ -46,7 +46,12 @@ SAMPLES = {
     ],
     "docs/quickstart.md": ["assert abs(y - expected).max() < 0.05"],
     "docs/api/index.md": ["assert jflux.__version__ and {functools, jnp, P}"],
-    "docs/guide/calling.md": ["assert all(jnp.isfinite(a).all() for a in (y, h, z))"],
+    "docs/guide/calling.md": [
+        "assert all(jnp.isfinite(a).all() for a in (y, h, z))",
+        "assert (in_parts == y).all()",
+        "fused = [] if jax.__version_info__ < (0, 11) else ['fused']  # the compiler's thread",
+        "assert [str(call.plan.path) for call in parts] == fused",
+    ],
     "docs/guide/eight_bits.md": ["assert y.dtype == jnp.bfloat16 and (y == 512).all()"],
     "docs/guide/expert_parallelism.md": [
         "assert y.shape == x.shape and bool(jnp.isfinite(y).all())"

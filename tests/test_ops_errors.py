@@ -202,7 +202,7 @@ def test_named_vmap_takes_the_reference(call):
     x = normal(0, (world, *call.x_shape(world)), np.float32)
     w = normal(1, (world, *call.w_shape(world)), np.float32)
     f = jax.vmap(call.bind("i"), axis_name="i")
-    with pytest.raises(NotImplementedError, match=rf"{call.op}.*axis 'i' is vmap's.*strict"):
+    with pytest.raises(NotImplementedError, match=rf"{call.op}.*axis 'i' is not a mesh's.*strict"):
         f(x, w)
     with jflux.config(strict=False):
         y = run(jax.jit(f), x, w)

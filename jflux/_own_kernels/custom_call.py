@@ -266,7 +266,7 @@ def custom_call(
         if meshes.is_manual(axis_name):
             run = functools.partial(_primitive.bind, params=params)
         else:
-            _config.fall_back(_title(params), f"axis {axis_name!r} is vmap's, not a mesh's")
+            _config.fall_back(_title(params), meshes.why_not_manual(axis_name))
             run = functools.partial(_run_reference, params=params)
 
         def forward(*arrays: Any) -> Any:

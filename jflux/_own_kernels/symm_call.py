@@ -171,8 +171,7 @@ def call(
     if meshes.is_manual(axis_name):
         run = functools.partial(_primitive.bind, params=params)
     else:
-        why = f"axis {axis_name!r} is vmap's, not a mesh's"
-        _config.fall_back(_title(params), why)
+        _config.fall_back(_title(params), meshes.why_not_manual(axis_name))
         run = functools.partial(_run_reference, params=params)
 
     def forward(*arrays: Any) -> Any:

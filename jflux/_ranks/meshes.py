@@ -154,6 +154,16 @@ def is_manual(axis_name: AxisName) -> bool:
     return all(name in manual for name in as_tuple(axis_name))
 
 
+def why_not_manual(axis_name: AxisName) -> str:
+    """Why a call over an axis that is bound, and not manual, has no ranks. JAX binds axes of vmap
+    and of custom_partitioning alike, so that they cannot be told apart."""
+    return (
+        f"axis {axis_name!r} is not a mesh's here: vmap named it, or the call is in a function of "
+        "custom_partitioning, which needs a jax.sharding.use_abstract_mesh "
+        "(docs/guide/calling.md, JAX's transformations)"
+    )
+
+
 def axis_size(axis_name: AxisName) -> int:
     """How many ranks there are along the axis.
 

@@ -128,7 +128,7 @@ def why_not(x: Any, indices: Any, params: Params, scale: Any = None) -> str | No
     if not _config.config.fused:
         return "jflux.config(fused=False)"
     if virtual := [name for name in params.axis_names if not meshes.is_manual(name)]:
-        return f"axis {virtual[0]!r} is vmap's, not a mesh's"
+        return meshes.why_not_manual(virtual[0])
     if 0 in (*x.shape, *indices.shape):
         return "an operand is empty"
     given = () if scale is None else (_in_vectors(scale),)

@@ -75,7 +75,7 @@ def is_for_lax(
     if meshes.axis_size(axis_name) == 1:
         return True
     if not meshes.is_manual(axis_name):
-        _config.fall_back(op, f"axis {axis_name!r} is vmap's, not a mesh's")
+        _config.fall_back(op, meshes.why_not_manual(axis_name))
         return True
     if no_kernel is not None and any(isinstance(a, _scaled.Scaled) for a in operands):
         _config.fall_back(op, no_kernel)
