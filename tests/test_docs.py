@@ -131,8 +131,9 @@ f = jitted = jax.jit(jax.shard_map(layer, mesh=mesh, **specs))
 FRAGMENTS = {
     "docs/guide/debugging.md": ("step = f", [None, "assert (y == 32).all()"]),
     "docs/guide/dispatch.md": (
-        "step, params, batch = f, x, w",
-        ["assert call.op == 'all_gather_matmul'", None],
+        "import types\nstep, params, batch = f, x, w\n"
+        "trainer = types.SimpleNamespace(train_step=lambda w: f(x, w))",
+        ["assert call.op == 'all_gather_matmul'", "assert len(calls) == 1", None],
     ),
     "docs/guide/fuse.md": (
         "loss_of = lambda w, x: (jitted(x, w) ** 2).sum()\nstep, params, batch = loss_of, w, x\n"
@@ -153,7 +154,12 @@ FRAGMENTS = {
     ),
     "docs/guide/ops.md": (
         "block = lambda x: f(x, w).sum()",
-        ["assert jax.grad(block)(x).shape == x.shape"],
+        [
+            "assert jax.grad(block)(x).shape == x.shape",
+            "halves = {'in_specs': (P(None, 'tp'), P('tp')), 'out_specs': P()}\n"
+            "y = jax.jit(jax.shard_map(layer, mesh=mesh, **halves))(x, w)\n"
+            "assert abs(y / 32 - 1).max() < 1e-2",
+        ],
     ),
     "docs/guide/plan.md": ("", ["assert ranking.best.grid.ranks == 1024"]),
     "docs/guide/profiling.md": (

@@ -112,7 +112,7 @@ class _Recorder:
         return WireReport(
             WireCall(
                 *key, times=round(times), error=float(np.sqrt(error / exact)) if exact else 0.0,
-                flushed=flushed / nonzero if nonzero else 0.0, not_finite=int(not_finite),
+                flushed=float(flushed / nonzero) if nonzero else 0.0, not_finite=int(not_finite),
             )
             for key, (error, exact, flushed, nonzero, not_finite, times) in self._sums.items()
         )  # fmt: skip
