@@ -548,7 +548,7 @@ Q, K, N = (2, 4, 8), (2, 6, 2, 8), (2,)
         (
             [Q, K, None, N],
             {"value_width": 9},
-            "value_width must be an int from 1 to",
+            "without values value_width must be an int from 1 to",
         ),
         ([Q, (2, 6, 3, 8), (2, 6, 3, 8), N], {}, "4 heads of queries must be a multiple of 3"),
         ([Q, (2, 6, 0, 8), (2, 6, 0, 8), N], {}, "4 heads of queries must be a multiple of 0"),
