@@ -138,6 +138,15 @@ def _grids_legend(result: dict) -> str:
     )
 
 
+def _rows(
+    kind: str, heading: str, cells: Callable[[dict, int], list[str]]
+) -> Callable[[dict], str]:
+    """A table of results of a kind, whose cells also depend on how many ranks there were."""
+    return lambda result: filled_table(
+        heading.split(" | "), [cells(row, ranks_of(result)) for row in result[kind]]
+    )
+
+
 def _of_split_mixtures(heading: str, kind: str, cells: Callable[[dict, int], list[str]]) -> Section:
     return Section(
         _of(heading),
@@ -146,9 +155,7 @@ def _of_split_mixtures(heading: str, kind: str, cells: Callable[[dict, int], lis
             "The experts' hidden units are split over the ranks. J is one kernel, `two` the two "
             "steps of jflux, G and C their product and their collective alone; F is max(G, C)."
         ),
-        lambda result: filled_table(
-            mixtures.HEADING.split(" | "), [cells(row, ranks_of(result)) for row in result[kind]]
-        ),
+        _rows(kind, mixtures.HEADING, cells),
     )
 
 
@@ -211,10 +218,7 @@ SECTIONS: dict[str, Section] = {
             "zigzag order; `own auto` and `own gather` are in the sequence's own order. Empty "
             "fields do not apply or were not timed."
         ),
-        lambda result: filled_table(
-            attention.HEADING.split(" | "),
-            [attention.cells(row, ranks_of(result)) for row in result["attention"]],
-        ),
+        _rows("attention", attention.HEADING, attention.cells),
     ),
     "flash_decode": Section(
         _of("Decoding over a split cache, milliseconds"),
@@ -230,10 +234,7 @@ SECTIONS: dict[str, Section] = {
             "which the tensor cores multiply it, if that is longer; `error` is in multiples of its "
             "bound."
         ),
-        lambda result: filled_table(
-            flash_decode.HEADING.split(" | "),
-            [flash_decode.cells(row, ranks_of(result)) for row in result["flash_decode"]],
-        ),
+        _rows("flash_decode", flash_decode.HEADING, flash_decode.cells),
     ),
     "moe": Section(
         _of("Grouped products, bf16, milliseconds"),
