@@ -26,7 +26,6 @@ from ..._call import explain, plans
 from ..._call.derivatives import differentiated
 from ..._ranks import meshes
 from .._scaled import BLOCK, Scaled
-from .._two_level import sum_in_order
 from . import _quantized_sum, exchange, wire_report
 
 #: With fewer bytes that reach a rank data travel as they are, as in an all_reduce of fewer
@@ -147,9 +146,7 @@ def _scattered(way: Way, x: jax.Array) -> tuple[jax.Array]:
         sent = packed(own, wire)
         came = way.exchange("all_to_all", sent, split_axis=0, concat_axis=0, tiled=True)
         parts = unpacked(came, wire, own.shape[1])
-        is_own = (jnp.arange(world, dtype=jnp.int32) == _quantized_sum.place(ranks))[:, None]
-        # Without the barrier XLA may fuse products and sums.
-        total = sum_in_order(lax.optimization_barrier(jnp.where(is_own, own, parts)), 0)
+        total = _quantized_sum.sum_of_parts(own, parts, ranks)
         return total.reshape(x.shape[1:]).astype(x.dtype)
 
     return (_unsharded(scatter, x, x.shape[1:], lambda spec: spec[1:], ranks),)

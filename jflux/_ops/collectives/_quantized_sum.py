@@ -104,15 +104,20 @@ def _sum_of_blocks(x: jax.Array, ranks: Any, wire: str) -> jax.Array:
 
     sent: Scaled = form.quantize(shards)
     parts = Collective("all_to_all", 0, 0).lax(sent, ranks).dequantize()
-    is_own = (jnp.arange(world, dtype=jnp.int32) == place(ranks))[:, None, None]
-    # Without the barrier XLA may fuse products and sums.
-    total = sum_in_order(lax.optimization_barrier(jnp.where(is_own, shards, parts)), 0)
-
-    owned: Scaled = form.quantize(total)
+    owned: Scaled = form.quantize(sum_of_parts(shards, parts, ranks))
     send = functools.partial(_gathered, ranks=ranks)
     everyones = Scaled(_scaled.sent_values(owned.values, send), send(owned.scale))
     y = lax.optimization_barrier(everyones.dequantize())
     return y.ravel()[: x.size].reshape(x.shape)
+
+
+def sum_of_parts(own: jax.Array, parts: jax.Array, ranks: Any) -> jax.Array:
+    """The sum of what came from each rank [N, ...] in rank order, where this rank's part is that of
+    `own` [N, ...], which was not quantised."""
+    ranks_in_order = jnp.arange(len(own), dtype=jnp.int32)
+    is_own = (ranks_in_order == place(ranks)).reshape(-1, *[1] * (own.ndim - 1))
+    # Without the barrier XLA may fuse products and sums.
+    return sum_in_order(lax.optimization_barrier(jnp.where(is_own, own, parts)), 0)
 
 
 def place(ranks: Any) -> jax.Array:
