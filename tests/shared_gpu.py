@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    kinds = "any product waves few_columns sum norm large_sum scaled dispatch"
+    kinds = "any product waves few_columns sum quantized_sum norm large_sum scaled dispatch"
     kinds += " exchange one_exchange custom"
     parser.add_argument("--kind", choices=kinds.split(), default="any", help="of calls (workers/)")
     parser.add_argument(
@@ -39,6 +39,9 @@ def main() -> int:
     )
     parser.add_argument("--op", help="calls of this op alone, instead of a kind")
     parser.add_argument("--small", action="store_true", help="small shapes, for slow tools")
+    parser.add_argument(
+        "--portable", action="store_true", help="products by the code for other GPUs than Hopper's"
+    )
     parser.add_argument("--deadline", type=float, default=30, help="of a wait, in seconds")
     args = parser.parse_args()
     if args.kind == "custom" and "JFLUX_TEST_PRIMITIVES" not in os.environ:
@@ -52,6 +55,7 @@ def main() -> int:
     command = [sys.executable, "-m", "workers.random_worker"]
     command += ["--port", str(free_port())]
     command += ["--graphs"] * args.graphs + ["--small"] * args.small
+    command += ["--portable"] * args.portable
     command += ["--op", args.op] if args.op else []
     for name in ("ranks", "calls", "seed", "steps", "kind", "deadline"):
         command += [f"--{name}", str(getattr(args, name))]

@@ -26,6 +26,7 @@ for name in ("ranks", "calls", "seed", "steps", "rank", "port", "gpus"):
 parser.add_argument("--kind", required=True)
 parser.add_argument("--graphs", action="store_true")
 parser.add_argument("--op")
+parser.add_argument("--portable", action="store_true")
 parser.add_argument("--small", action="store_true")
 parser.add_argument("--deadline", type=float, required=True)
 args = parser.parse_args()
@@ -195,7 +196,9 @@ def draw(rng: random.Random) -> Chosen:
         return _of_op(rng, place, all_ops()[args.op])
     kinds = [_product] * 6 + [_few_columns] * 3
     kinds += [_waves] * (2 if args.gpus or args.kind == "waves" else 0)  # CPUs compute no waves
-    kinds += [_sum, _norm, _large_sum, _exchange, _one_exchange] + [_custom] * (LIBRARY is not None)
+    kinds += [_sum, _quantized_sum, _norm, _large_sum, _exchange, _one_exchange] + [_custom] * (
+        LIBRARY is not None
+    )
     kinds += [_dispatch]
     kinds += [_scaled] * (0 if args.graphs else 2)  # a loop would round its factors to 8 bits
     if args.kind != "any":
@@ -251,6 +254,10 @@ def _sum(rng: random.Random, place: cases.Place) -> Chosen:
     return _chosen(rng, collectives.all_reduce(rng, place))
 
 
+def _quantized_sum(rng: random.Random, place: cases.Place) -> Chosen:
+    return _chosen(rng, collectives.quantized_sum(rng, place))
+
+
 def _norm(rng: random.Random, place: cases.Place) -> Chosen:
     return _chosen(rng, collectives.norm(rng, place))
 
@@ -301,6 +308,8 @@ def _custom(rng: random.Random, place: cases.Place) -> Chosen:
 def main() -> None:
     faulthandler.enable()
     jflux.config.update(strict=True, always=True, unchecked_kernels=True)
+    if args.portable:
+        _config.override_for_good(arch=_native.PORTABLE_ARCH)
     if LIBRARY is not None:
         custom_primitives.load(LIBRARY)
     jflux.init(deadline_seconds=args.deadline)
