@@ -20,6 +20,8 @@ _TEXT = """\
 
 template struct jflux::GemmFamily<jflux::{name}Instances, jflux::DType::k{format}, {layout}>;
 """
+# Names of files for some GPUs alone, of a folder for others too.
+_ONLY = {"_sm80": "portable", "_sm90": "hopper"}
 # What the layouts of w are to GemmFamily.
 _LAYOUTS = {
     "kn": "false",
@@ -44,10 +46,10 @@ def kernel_files(folder: Path, wanted: str) -> Iterator[Path]:
         yield from sorted(ROOT.glob("cc/runtime/*.cu"))
     for name, gpus, instances in rows():
         op = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
-        if gpus != wanted:
-            continue
-        yield from sorted(ROOT.glob(f"cc/ops/{op}/*.cu"))
-        for number, layout in instances:
+        for path in sorted(ROOT.glob(f"cc/ops/{op}/*.cu")):
+            if _ONLY.get(path.stem[-5:], gpus) == wanted:
+                yield path
+        for number, layout in instances if wanted == "hopper" else ():
             path = folder / f"{op}_{number.lower()}_{layout}_sm90.cu"
             text = _TEXT.format(op=op, name=name, format=number, layout=_LAYOUTS[layout])
             if not path.exists() or path.read_text() != text:  # else it would be compiled again

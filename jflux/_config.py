@@ -28,6 +28,8 @@ class Switches:
         None: what is planned.
       wires: where calls with a quantised wire are noted (:func:`jflux.wire_report`); None: nowhere.
       recorder: where plans are noted (:func:`jflux.explain`); None: nowhere.
+      arch: of the kernels' code that GPUs run (jflux/_call/gpu_code.py): Hopper's run the portable
+        code too, for tests; None: the best that there is.
       forked: whether the process is a fork of the one that has compiled (jflux/_heap/_fork.py).
     """
 
@@ -40,6 +42,7 @@ class Switches:
     node_chunks: int | None = None
     wires: Any = None
     recorder: Any = None
+    arch: int | None = None
     forked: bool = False
 
 

@@ -1,6 +1,7 @@
 """Which GPUs run which kernels: the choice, its words, and the code in the built library."""
 
 import dataclasses
+import functools
 import pathlib
 import re
 import shutil
@@ -28,28 +29,28 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 #: The architectures of kernels of portable code, and of an op's user.
 EVERY, USERS = ((least, 2**31 - 1) for least in (PORTABLE, 0))
 #: Ops with kernels for compute capability 8.0 and later.
-SMALL = (
-    "activation_gradient", "all_gather", "all_reduce", "all_to_all", "decode_merge",
-    "flash_decode", "moe_gate", "moe_gate_gradient", "moe_route", "moe_rows", "ragged_all_to_all",
-    "reduce_scatter",
+PORTABLE_OPS = (
+    "activation_gradient", "all_gather", "all_gather_matmul", "all_reduce", "all_to_all",
+    "decode_merge", "flash_decode", "matmul_reduce_scatter", "moe_gate", "moe_gate_gradient",
+    "moe_route", "moe_rows", "ragged_all_to_all", "reduce_scatter",
 )  # fmt: skip
 
 
 def of_ops():
     """Of all ops of the library."""
     names = {name.removeprefix("jflux_") for name, _, _ in _native.lib.targets()}
-    return {name: _native.lib.gpus(name) for name in names | set(all_ops()) | set(SMALL)}
+    return {name: _native.lib.gpus(name) for name in names | set(all_ops()) | set(PORTABLE_OPS)}
 
 
 def test_each_op_says_which_gpus_its_kernels_are_for():
     gpus = of_ops()
-    assert {name for name, of in gpus.items() if of == EVERY} == set(SMALL)
+    assert {name for name, of in gpus.items() if of == EVERY} == set(PORTABLE_OPS)
     hopper = {name for name, of in gpus.items() if of == (HOPPER, HOPPER)}
-    assert {"all_gather_matmul", "matmul_all_reduce", "grouped_matmul"} <= hopper
+    assert {"matmul_all_reduce", "grouped_matmul"} <= hopper
     # Whose kernels are their users'.
-    assert {name for name, of in gpus.items() if of == USERS} == set(gpus) - hopper - set(SMALL)
-    assert set(gpus) - hopper - set(SMALL) <= {"node_exchange", "module_call", "in_range"}
-    assert set(gpu_code.portable_ops()) <= set(SMALL)
+    assert {name for name, of in gpus.items() if of == USERS} == set(gpus) - hopper - set(PORTABLE_OPS)
+    assert set(gpus) - hopper - set(PORTABLE_OPS) <= {"node_exchange", "module_call", "in_range"}
+    assert set(gpu_code.portable_ops()) <= set(PORTABLE_OPS)
 
 
 def test_the_choice():
@@ -170,23 +171,55 @@ def calls_on(arch, monkeypatch, f, *args):
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
-def test_small_ops_take_kernels_and_products_say_why_not(monkeypatch):
+def test_ops_with_portable_code_take_it_and_others_say_why_not(monkeypatch):
     mesh = make_mesh((2,))
 
-    def both(x, w):
+    def three(x, w):
         y = jflux.all_gather_matmul(x, w, axis_name="tp")
+        y = jflux.matmul_all_reduce(y, w, axis_name="tp")
         return jflux.all_reduce(y, axis_name="tp")
 
-    f = jax.shard_map(both, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P(), check_vma=False)
+    f = jax.shard_map(three, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P(), check_vma=False)
     x, w = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
-    with jflux.config(unchecked_kernels=True):
+    with jflux.config(unchecked_kernels=True, always=True):
         planned = calls_on(PORTABLE, monkeypatch, f, x, w)
     assert planned["all_reduce"].path == "fused"
-    why = planned["all_gather_matmul"]
+    assert planned["all_gather_matmul"].path == "fused"
+    assert list(planned["all_gather_matmul"].choice) == [128, 1, 0, 1, 1]
+    why = planned["matmul_all_reduce"]
     assert why.unsupported and why.path == "reference" and "not for an A100" in why.reason
     with jflux.config(unchecked_kernels=False):
         planned = calls_on(PORTABLE, monkeypatch, f, x, w)
-    assert "unchecked_kernels=True" in planned["all_reduce"].reason
+    for op in ("all_reduce", "all_gather_matmul"):
+        assert "unchecked_kernels=True" in planned[op].reason
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+@pytest.mark.parametrize("op", [jflux.all_gather_matmul, jflux.matmul_reduce_scatter])
+def test_what_portable_products_multiply(op, monkeypatch):
+    """16 bits, and float32 as TF32 where the precision allows it; on Hopper XLA has that."""
+    mesh = make_mesh((2,))
+
+    def plan_on(arch, dtype, **options):
+        f = functools.partial(op, axis_name="tp", **options)
+        f = jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P("tp"), check_vma=False)
+        x, w = (jax.ShapeDtypeStruct((256, 256), dtype) for _ in range(2))
+        with jflux.config(unchecked_kernels=True, always=True):
+            (plan,) = calls_on(arch, monkeypatch, f, x, w).values()
+        return plan
+
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        plan = plan_on(PORTABLE, dtype)
+        assert plan.path == "fused" and plan.config["portable"] == 1, plan
+    assert "portable" not in plan_on(HOPPER, jnp.bfloat16).config
+    exact = plan_on(PORTABLE, jnp.float32, precision="highest")
+    assert exact.path == "reference" and "precision=highest forbids" in exact.reason
+    with jax.default_matmul_precision("float32"):
+        assert plan_on(PORTABLE, jnp.float32).path == "reference"
+    on_hopper = plan_on(HOPPER, jnp.float32)
+    assert on_hopper.path == "reference" and "half of the rate" in on_hopper.reason
+    of_8_bits = plan_on(PORTABLE, jnp.float8_e4m3fn, preferred_element_type=jnp.bfloat16)
+    assert of_8_bits.path != "fused" and "Hopper's kernels alone take" in of_8_bits.reason
 
 
 @pytest.mark.parametrize("arch", [PORTABLE, HOPPER])

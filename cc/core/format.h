@@ -29,7 +29,7 @@ namespace jflux {
 /*       name        bits sums portable             hopper                 k_major scale stored */ \
   ROW(F16,  "float16",  16, F32, "mma.sync.m16n8k16", "wgmma.m64k16", false, 0, kStoredAnywhere)  \
   ROW(BF16, "bfloat16", 16, F32, "mma.sync.m16n8k16", "wgmma.m64k16", false, 0, kStoredAnywhere)  \
-  ROW(F32,  "float32",  32, F32, nullptr,             nullptr,        false, 0, kStoredAnywhere)  \
+  ROW(F32,  "float32",  32, F32, "mma.sync.m16n8k8",  nullptr,        false, 0, kStoredAnywhere)  \
   ROW(F64,  "float64",  64, F64, nullptr,             nullptr,        false, 0, kStoredAnywhere)  \
   ROW(F8E4M3FN, "float8_e4m3fn", 8, F32, nullptr,     "wgmma.m64k32", true,  0, kOperand | kWire) \
   ROW(F8E5M2,   "float8_e5m2",   8, F32, nullptr,     "wgmma.m64k32", true,  0, kOperand | kWire) \

@@ -74,14 +74,14 @@ __device__ __forceinline__ void AwaitSignals(const CallContext& call, const Sign
   }
 }
 
-// Called by one lane of each warp that takes work from counters (in each CTA the scheduler warp and
-// the send warp), when it has taken its last. All have read the epoch before. The last caller
-// resets the counters, with reset(header) those of the op, and publishes the epoch.
-template <typename Args, typename Reset>
+// Called by one lane of each of a CTA's kTakers warps that take work from counters (on Hopper the
+// scheduler warp and the send warp), when it has taken its last. All have read the epoch before.
+// The last caller resets the counters, with reset(header) those of the op, and publishes the epoch.
+template <int kTakers = 2, typename Args, typename Reset>
 __device__ __forceinline__ void LeaveCounters(const Args& args, Reset&& reset) {
   auto* header = args.view.template At<WorkspaceHeader>(args.view.rank, 0);
   __threadfence();
-  if (atomicAdd(&header->exited, 1) != 2 * gridDim.x - 1) return;
+  if (atomicAdd(&header->exited, 1) != kTakers * gridDim.x - 1) return;
   header->next_transfer = 0;
   header->next_copy = 0;
   header->senders = 0;

@@ -133,6 +133,13 @@ inline GemmChoice ChooseGemm(int world, int64_t rows_per_rank, int64_t n, int64_
   return best;
 }
 
+// The portable main loop's: raster groups of 1024 rows, unless all rows are one.
+inline GemmChoice ChoosePortable(int world, int64_t rows_per_rank, const Machine& machine) {
+  const int64_t m = world * rows_per_rank;
+  const bool single_group = m <= kGemmTileM || InOneRasterGroup(world, rows_per_rank, machine);
+  return Portable(single_group ? 0 : 8);
+}
+
 // The configuration for shards of `rows` rows. Each has whole tiles of its own, so the estimate
 // counts the padding of every shard's last tiles.
 inline GemmChoice ChooseForShards(int64_t shards, int64_t rows, int64_t n, int64_t k_bytes,

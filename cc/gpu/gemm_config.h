@@ -16,16 +16,28 @@
 namespace jflux {
 
 struct GemmChoice {
-  int32_t tile_n;      // columns per CTA tile; it always has 128 rows
-  int32_t cluster_m;   // 2 or 1 CTAs one below the other
-  int32_t group_m;     // cluster tile rows that share a raster group over n; 0: all do
-  int32_t splits = 1;  // of k, each computed by another CTA of a cluster; of few rows
+  int32_t tile_n;         // columns per CTA tile; it always has 128 rows
+  int32_t cluster_m;      // 2 or 1 CTAs one below the other
+  int32_t group_m;        // cluster tile rows that share a raster group over n; 0: all do
+  int32_t splits = 1;     // of k, each computed by another CTA of a cluster; of few rows
+  bool portable = false;  // by the main loop of gpu/gemm_sm80.cuh, and not gpu/gemm_sm90.cuh
 
   bool operator==(const GemmChoice& o) const {
     return tile_n == o.tile_n && cluster_m == o.cluster_m && group_m == o.group_m &&
-           splits == o.splits;
+           splits == o.splits && portable == o.portable;
   }
 };
+
+// What the portable main loop multiplies (float32 as TF32), and the one configuration that it has
+// for each group_m; two CTAs share an SM.
+inline constexpr FormatSet kFormats80 = kHalves | SetOf(DType::kF32);
+inline constexpr int32_t kTileN80 = 128, kCtasPerSm80 = 2;
+inline constexpr GemmChoice Portable(int32_t group_m) { return {kTileN80, 1, group_m, 1, true}; }
+// Whether products are for the portable main loop. On Hopper it has half of wgmma's rate.
+inline constexpr bool IsForPortable(const Machine& machine) { return machine.arch < kHopperArch; }
+inline constexpr FormatSet FormatsOfLoop(bool portable) {
+  return portable ? kFormats80 : kWgmmaFormats;
+}
 
 // The configurations that have kernels, each with a usual group_m.
 inline constexpr GemmChoice kCompiled[] = {{192, 2, 8}, {256, 2, 8}, {224, 2, 8}, {192, 1, 16},
@@ -93,11 +105,15 @@ inline constexpr int kMaxGroup = 4096;
 // The configuration decides how data travels, so ranks must agree on it too. `site` tells calls of
 // a program apart that ranks could otherwise make in different orders.
 inline uint32_t SignatureOf(uint32_t call, int64_t site, const GemmChoice& c) {
-  return SignatureBuilder().Add(call).Add(site).Add(c.tile_n).Add(c.cluster_m).Add(c.splits).Get();
+  SignatureBuilder builder;
+  builder.Add(call).Add(site).Add(c.tile_n).Add(c.cluster_m).Add(c.splits);
+  if (c.portable) builder.Add(1);
+  return builder.Get();
 }
 
 // Whether the kernels can do it: choices also come from files.
 inline bool IsPossible(const GemmChoice& c) {
+  if (c.portable) return c == Portable(c.group_m) && 0 <= c.group_m && c.group_m <= kMaxGroup;
   bool compiled = false;
   for (const GemmChoice& k : kCompiled) {
     compiled |= k.tile_n == c.tile_n && k.cluster_m == c.cluster_m;
@@ -169,6 +185,7 @@ inline GemmChoice ForQuantizing(const GemmChoice& c) {
 
 // CTAs that run at once. Not all SMs are in groups of four: 120 of 132.
 inline int AtOnce(const GemmChoice& c, int sm_count) {
+  if (c.portable) return kCtasPerSm80 * sm_count;
   return c.splits == 4 ? sm_count / 11 * 10 : sm_count;
 }
 
@@ -180,7 +197,7 @@ inline bool IsOneWave(const GemmChoice& c, int32_t tiles, int sm_count) {
 inline TileGrid GridOf(const GemmChoice& c, int64_t m, int64_t n, int sm_count) {
   return TileGrid{static_cast<int32_t>(CeilDiv<int64_t>(m, kGemmTileM * c.cluster_m)),
                   static_cast<int32_t>(CeilDiv<int64_t>(n, c.tile_n)), c.group_m,
-                  sm_count / c.cluster_m};
+                  (c.portable ? kCtasPerSm80 : 1) * sm_count / c.cluster_m};
 }
 
 }  // namespace jflux

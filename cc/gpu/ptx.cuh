@@ -374,13 +374,26 @@ __device__ __forceinline__ uint32_t TransposeMatrix(uint32_t two) {
   return r;
 }
 
-// c [16, 8] += a [16, 16] @ b [16, 8], by one warp.
+// A float32 as TF32, rounded to the nearest.
+__device__ __forceinline__ uint32_t RoundToTf32(uint32_t v) {
+  uint32_t r;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "r"(v));
+  return r;
+}
+
+// c [16, 8] += a @ b over kMultiplyBytes of k, by one warp. T: float stands for TF32.
 template <typename T>
 __device__ __forceinline__ void Multiply16x8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
   if constexpr (std::is_same_v<T, __half>) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else if constexpr (std::is_same_v<T, float>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

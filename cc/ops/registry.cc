@@ -1,7 +1,9 @@
 // The ops: a row for each folder of cc/ops. docs/adding_an_op.md says what else an op has.
 //
 //   FOLDER(Name,      Load<Name>Kernels loads what the folder's .cu files hold
-//          GPUs,      that they are compiled for (gpu/machine.h)
+//          GPUs,      that they are compiled for (gpu/machine.h). A file whose name ends in _sm90
+//          is
+//                     for Hopper alone, and one in _sm80 portable
 //          OP(Name),  k<Name>Op, defined in the folder's _ffi.cc
 //          INSTANCE(format, layout of w))  an object of its own (runtime/gemm_instances_cuda.h);
 //                                          nk_blocks: [n, k], with scales of blocks;
@@ -12,13 +14,13 @@
 #include "runtime/op.h"
 
 #define JFLUX_FOLDERS(FOLDER, OP)                                                               \
-  FOLDER(AllGatherMatmul, kHopper, OP(AllGatherMatmul),                                         \
+  FOLDER(AllGatherMatmul, kPortable, OP(AllGatherMatmul),                                       \
          INSTANCE(F16, kn) INSTANCE(F16, nk) INSTANCE(BF16, kn) INSTANCE(BF16, nk)              \
              INSTANCE(F8E4M3FN, nk) INSTANCE(F8E4M3FN, nk_blocks) INSTANCE(F8E5M2, nk)          \
                  INSTANCE(F8E5M2, nk_blocks) INSTANCE(S8, nk) INSTANCE(F8E4M3FN, nk_quantizing) \
                      INSTANCE(F8E4M3FN, nk_blocks_quantizing))                                  \
   FOLDER(Matmul, kHopper, OP(Matmul))                                                           \
-  FOLDER(MatmulReduceScatter, kHopper, OP(MatmulReduceScatter))                                 \
+  FOLDER(MatmulReduceScatter, kPortable, OP(MatmulReduceScatter))                               \
   FOLDER(MatmulAllToAll, kHopper, OP(MatmulAllToAll))                                           \
   FOLDER(MatmulAllReduce, kHopper, OP(MatmulAllReduce))                                         \
   FOLDER(AllToAllMatmul, kHopper, OP(AllToAllMatmul))                                           \

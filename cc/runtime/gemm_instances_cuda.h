@@ -177,10 +177,14 @@ inline constexpr bool kHasVectorScales<Instances, std::void_t<decltype(Instances
 template <typename Instances, Scales kScales>
 using QuantizingFamily = GemmFamily<Instances, kQuantized, true, kScales, /*kQuantizes=*/true>;
 
+// The formats of an op that wgmma multiplies.
+template <typename Instances>
+inline constexpr FormatSet kWgmmaFormatsOf = Instances::kFormats.operands & kWgmmaFormats;
+
 template <typename Instances>
 bool LoadGemmInstances(std::string* error) {
-  return ForFormats(Instances::kFormats.operands, [&](DType dtype) {
-    return WithFormat<Instances::kFormats.operands>(dtype, [&](auto format) {
+  return ForFormats(kWgmmaFormatsOf<Instances>, [&](DType dtype) {
+    return WithFormat<kWgmmaFormatsOf<Instances>>(dtype, [&](auto format) {
       bool loaded = GemmFamily<Instances, format(), true>::Load(error);
       if constexpr (!FormatOf(format()).k_major) {
         loaded = loaded && GemmFamily<Instances, format(), false>::Load(error);
@@ -207,7 +211,7 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
   *error = "no kernel has tiles of " + std::to_string(choice.tile_n) + " columns, clusters of " +
            std::to_string(choice.cluster_m) + " and k in " + std::to_string(choice.splits);
   const LaunchInstance<Instances> launch{args, num_tiles, sm_count, choice.splits, stream, error};
-  return WithFormat<Instances::kFormats.operands>(dtype, [&](auto format) {
+  return WithFormat<kWgmmaFormatsOf<Instances>>(dtype, [&](auto format) {
     if constexpr (!FormatOf(format()).k_major) {
       if (!transpose_rhs) return GemmFamily<Instances, format(), false>::Launch(choice, launch);
     }

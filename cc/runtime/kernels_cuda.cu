@@ -78,6 +78,13 @@ bool LoadKernel(const void* kernel, int smem_bytes, std::string* error) {
   return true;
 }
 
+bool LoadBothLoops(bool (*hopper)(std::string* error), bool (*portable)(std::string* error),
+                   std::string* error) {
+  int arch = 0;
+  if (!LoadedArch(&arch, error)) return false;
+  return (arch < kHopperArch || hopper(error)) && portable(error);
+}
+
 bool LoadOnce(bool (*load)(std::string* error), std::string* error) {
   static std::mutex mutex;
   static auto* loaded = new std::set<std::pair<bool (*)(std::string*), int>>;

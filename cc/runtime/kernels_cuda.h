@@ -34,6 +34,10 @@ bool LoadKernel(const void* kernel, int smem_bytes, std::string* error);
 // run without a heap too: a heap loads the kernels of all ops when it is made.
 bool LoadOnce(bool (*load)(std::string* error), std::string* error);
 
+// Loads an op's kernels for Hopper, where they run, and its portable ones.
+bool LoadBothLoops(bool (*hopper)(std::string* error), bool (*portable)(std::string* error),
+                   std::string* error);
+
 // Whether the rows of a box, of 128 bytes, are swizzled in shared memory, as wgmma reads them, or
 // consecutive.
 enum class Boxes { kSwizzled, kLinear };

@@ -73,9 +73,11 @@ struct ProductPlan {
   int64_t workspace_bytes;  // of WorkspaceLayout::TotalBytes()
 
   Fields AsFields() const {
-    return Fields{{"tile_n", choice.tile_n},   {"cluster_m", choice.cluster_m},
+    Fields fields{{"tile_n", choice.tile_n},   {"cluster_m", choice.cluster_m},
                   {"group_m", choice.group_m}, {"splits", choice.splits},
                   {"senders", senders},        {"workspace_bytes", workspace_bytes}};
+    if (choice.portable) fields["portable"] = 1;
+    return fields;
   }
 };
 
@@ -84,16 +86,18 @@ inline Fields CpuPlan(int64_t workspace_bytes) {
   return Fields{{"workspace_bytes", workspace_bytes}};
 }
 
-// The attributes `choice`, `senders` and `workspace_bytes`. Empty if no kernel can be meant.
+// The attributes `choice`, `senders` and `workspace_bytes`. Empty if no kernel can be meant. A
+// choice has four numbers, and for the portable main loop a fifth, which is 1.
 template <typename Numbers>
 std::optional<ProductPlan> CudaPlanOf(const Numbers& choice, int64_t senders,
                                       int64_t workspace_bytes) {
-  if (choice.size() != 4 || senders < 0 || senders > kMostSms) return std::nullopt;
+  const bool portable = choice.size() == 5 && choice[4] == 1;
+  if (choice.size() != (portable ? 5 : 4) || senders < 0 || senders > kMostSms) return std::nullopt;
   for (size_t i = 0; i < 4; ++i) {
     if (choice[i] < 0 || choice[i] > kMaxGroup) return std::nullopt;
   }
   const GemmChoice c{static_cast<int32_t>(choice[0]), static_cast<int32_t>(choice[1]),
-                     static_cast<int32_t>(choice[2]), static_cast<int32_t>(choice[3])};
+                     static_cast<int32_t>(choice[2]), static_cast<int32_t>(choice[3]), portable};
   if (!IsPossible(c)) return std::nullopt;
   return ProductPlan{c, static_cast<int32_t>(senders), workspace_bytes};
 }

@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from .. import _native
+from .. import _config, _native
 from . import ffi_targets, gpu_code, plans
 from .forms import AttributesRule, Call, Form, Kernel, Reference, WhyNot
 from .plans import Arrays, Machine, Path, Plan
@@ -80,7 +80,7 @@ def kernel(
     def why_no_code(arrays: Arrays, params: Any) -> str | None:
         """Why this process's GPUs have no code that takes the call, or None."""
         try:
-            arch = gpu_code.arch_here()
+            arch = _config.config.current().arch or gpu_code.arch_here()
         except RuntimeError as error:
             return str(error)
         if arch >= gpu_code.HOPPER:

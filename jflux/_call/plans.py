@@ -45,8 +45,8 @@ class Plan:
       path: how it runs.
       reason: why, in words.
       config: the kernel's configuration, by the names of the native plan (tile_n, cluster_m,
-        group_m, splits; algorithm; chunked). Of two levels: nodes, ranks on each, and chunks. Empty
-        for other paths, and for products on CPUs.
+        group_m, splits, and portable for that main loop; algorithm; chunked). Of two levels: nodes,
+        ranks on each, and chunks. Empty for other paths, and for products on CPUs.
       senders: store warps or send warps that send to peers at a time; 0: all.
       workspace_bytes: of the symmetric heap, on each rank.
       key: by which tuning tables know the call; None for other ops.
@@ -68,7 +68,8 @@ class Plan:
     def choice(self) -> np.ndarray:
         """The configuration of a product's kernel, as its handler takes it."""
         names = ("tile_n", "cluster_m", "group_m", "splits")
-        return np.array([self.config.get(name, 0) for name in names], np.int64)
+        last = ("portable",) if "portable" in self.config else ()
+        return np.array([self.config.get(name, 0) for name in (*names, *last)], np.int64)
 
 
 def reference(reason: str) -> Plan:
@@ -220,7 +221,8 @@ def machine_of(platform: str, mesh: Mesh) -> Machine:
         link_gbps=_heap.link_gbps() if is_here else 0.0,
         heap_bytes=_heap.heap_bytes(platform),
         device_kind=first.device_kind if is_here and len(kinds) == 1 else "",
-        arch=_heap.kernel_arch() if is_here else gpu_code.arch_of(capability),
+        arch=_config.config.current().arch
+        or (_heap.kernel_arch() if is_here else gpu_code.arch_of(capability)),
         is_here=is_here,
     )
     if machine.links < 1 and machine.device_kind in MEASURED_GPUS and jax.process_index() == 0:

@@ -126,11 +126,13 @@ TEST(MalformedPlans) {
   using Numbers = std::vector<int64_t>;
   const Numbers good = {192, 2, 8, 1};
   EXPECT(CudaPlanOf(good, 0, 1) && CudaPlanOf(good, kMostSms, 1));
+  EXPECT(CudaPlanOf(Numbers{128, 1, 8, 1, 1}, 0, 1)->choice == Portable(8));
   EXPECT(!CudaPlanOf(good, -1, 1) && !CudaPlanOf(good, kMostSms + 1, 1));
   for (const Numbers& bad :
-       {Numbers{}, Numbers{192, 2, 8}, Numbers{192, 2, 8, 1, 1}, Numbers{0, 0, 0, 0},
-        Numbers{192, 2, 8, 2}, Numbers{191, 2, 8, 1}, Numbers{192, 2, -1, 1},
-        Numbers{192, 2, kMaxGroup + 1, 1}, Numbers{192 + (int64_t{1} << 32), 2, 8, 1}}) {
+       {Numbers{}, Numbers{192, 2, 8}, Numbers{192, 2, 8, 1, 1}, Numbers{128, 1, 8, 1, 2},
+        Numbers{128, 1, 8, 2, 1}, Numbers{0, 0, 0, 0}, Numbers{192, 2, 8, 2}, Numbers{191, 2, 8, 1},
+        Numbers{192, 2, -1, 1}, Numbers{192, 2, kMaxGroup + 1, 1},
+        Numbers{192 + (int64_t{1} << 32), 2, 8, 1}}) {
     EXPECT(!CudaPlanOf(bad, 0, 1));
   }
   EXPECT(IsCpuPlan(Numbers{0, 0, 0, 0}, 0));

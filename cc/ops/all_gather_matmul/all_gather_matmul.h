@@ -103,14 +103,14 @@ bool AllGatherMatmulCpu(const AllGatherMatmulParams& params, const CpuTiling& ti
                         uint64_t epoch, const WaitContext& ctx);
 
 inline constexpr OpFormats kAllGatherMatmulFormats{
-    kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
+    kHalves | SetOf(DType::kF32, DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
     SetOf(DType::kF16, DType::kBF16, DType::kF32)};
 inline constexpr OpFormats kAllGatherMatmulCpuFormats{
     kWideFormats | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
     SetOf(DType::kF16, DType::kBF16, DType::kF32, DType::kS32)};
-inline std::string WhyNoKernel(const AllGatherMatmulParams& p, FormatSet machine = kWgmmaFormats) {
-  return WhyNotOperands(kAllGatherMatmulFormats, machine, p.dtype, p.DTypeOfW(), p.out_dtype, p.k,
-                        p.n, p.transpose_rhs);
+inline std::string WhyNoKernel(const AllGatherMatmulParams& p, bool portable) {
+  return WhyNotOperands(kAllGatherMatmulFormats, FormatsOfLoop(portable), p.dtype, p.DTypeOfW(),
+                        p.out_dtype, p.k, p.n, p.transpose_rhs);
 }
 
 inline KPanelLayout CudaLayoutOf(const AllGatherMatmulParams& p) {
@@ -189,8 +189,15 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& params,
                            int64_t site, const CudaDevice& device, const SymmetricView& view,
                            cudaStream_t stream, std::string* error);
 
+// The same by the portable main loop.
+bool LaunchAllGatherMatmul80(const AllGatherMatmulParams& params,
+                             const AllGatherMatmulOperands& operands, const ProductPlan& plan,
+                             int64_t site, const CudaDevice& device, const SymmetricView& view,
+                             cudaStream_t stream, std::string* error);
+
 // Loads the kernels on the current device.
 bool LoadAllGatherMatmulKernels(std::string* error);
+bool LoadAllGatherMatmulKernels80(std::string* error);
 
 }  // namespace jflux
 

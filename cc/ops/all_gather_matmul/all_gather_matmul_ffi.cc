@@ -21,7 +21,16 @@ bool PlanAllGatherMatmul(CallReader& reader, const Machine& machine, Fields* pla
     *plan = CpuPlan(AllGatherLayout::Make(p, tiling.chunk_bytes).Workspace().TotalBytes());
     return true;
   }
-  if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine)), why_not)) return false;
+  const bool portable = IsForPortable(machine);
+  if (!IsPlannable(call, WhyNoKernel(p, portable), why_not)) return false;
+  if (portable) {
+    const GemmChoice choice = GatherGroups(ChoosePortable(p.rows.world, p.rows.PerRank(), machine),
+                                           p.rows.world, p.rows.PerRank(), p.n, machine);
+    *plan =
+        ProductPlan{choice, AllGatherSenders(p, machine), CudaWorkspaceOf(p, scales).TotalBytes()}
+            .AsFields();
+    return true;
+  }
   const GemmChoice wanted = call.given.value_or(ChooseAllGather(
       p.rows.world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs, scales));
   const GemmChoice choice = FitWeights(wanted, p, gated, scales, quantizes, machine);
@@ -91,7 +100,7 @@ struct CallOnCuda : PlannedCall<kAllGatherMatmulId, LaunchAllGatherMatmul> {
     if (!why.empty()) return why;
     if (arrays.scales == Scales::kOfVectors) return kNoKernel;
     // With no sender all CTAs would wait for rows for ever.
-    if (!ReadPlan(a) || !WhyNoKernel(p).empty() || plan.senders < 1 ||
+    if (!ReadPlan(a) || !WhyNoKernel(p, plan.choice.portable).empty() || plan.senders < 1 ||
         !CanTake(plan.choice, p, arrays)) {
       return kNoKernel;
     }

@@ -4,13 +4,17 @@
 
 namespace jflux {
 bool LoadAllGatherMatmulKernels(std::string* error) {
-  return LoadGemmInstances<AllGatherMatmulInstances>(error);
+  return LoadBothLoops(LoadGemmInstances<AllGatherMatmulInstances>, LoadAllGatherMatmulKernels80,
+                       error);
 }
 
 bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmulOperands& operands,
                            const ProductPlan& plan, int64_t site, const CudaDevice& device,
                            const SymmetricView& view, cudaStream_t stream, std::string* error) {
   const GemmChoice& choice = plan.choice;
+  if (choice.portable) {
+    return LaunchAllGatherMatmul80(p, operands, plan, site, device, view, stream, error);
+  }
   AllGatherMatmulArgs args{};
   args.layout = CudaLayoutOf(p);
   args.workspace = CudaWorkspaceOf(p, operands.scales);

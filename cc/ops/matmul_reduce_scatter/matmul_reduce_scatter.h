@@ -123,13 +123,12 @@ bool ScatterTilesCpu(const MatmulReduceScatterParams& params, const ScatterTilin
                      const std::function<void(Tile)>& finished);
 
 inline constexpr OpFormats kMatmulReduceScatterFormats{
-    kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
+    kHalves | SetOf(DType::kF32, DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
     SetOf(DType::kF16, DType::kBF16, DType::kF32)};
-inline std::string WhyNoKernel(const MatmulReduceScatterParams& p,
-                               FormatSet machine = kWgmmaFormats) {
+inline std::string WhyNoKernel(const MatmulReduceScatterParams& p, bool portable) {
   if (p.rows.outer > 1 && p.rows.inner % kGemmTileM != 0) return kStraddlingTiles;
-  return WhyNotOperands(kMatmulReduceScatterFormats, machine, p.dtype, p.DTypeOfW(), p.out_dtype,
-                        p.k, p.n, p.transpose_rhs);
+  return WhyNotOperands(kMatmulReduceScatterFormats, FormatsOfLoop(portable), p.dtype, p.DTypeOfW(),
+                        p.out_dtype, p.k, p.n, p.transpose_rhs);
 }
 
 inline ReduceScatterLayout CudaLayoutOf(const MatmulReduceScatterParams& p, const GemmChoice& c) {
@@ -186,8 +185,16 @@ bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& params,
                                int64_t site, const CudaDevice& device, const SymmetricView& view,
                                cudaStream_t stream, std::string* error);
 
+// The same by the portable main loop.
+bool LaunchMatmulReduceScatter80(const MatmulReduceScatterParams& params,
+                                 const MatmulReduceScatterOperands& operands,
+                                 const ProductPlan& plan, int64_t site, const CudaDevice& device,
+                                 const SymmetricView& view, cudaStream_t stream,
+                                 std::string* error);
+
 // Loads the kernels on the current device.
 bool LoadMatmulReduceScatterKernels(std::string* error);
+bool LoadMatmulReduceScatterKernels80(std::string* error);
 
 }  // namespace jflux
 

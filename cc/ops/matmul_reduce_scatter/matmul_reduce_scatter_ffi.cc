@@ -21,7 +21,14 @@ bool PlanMatmulReduceScatter(CallReader& reader, const Machine& machine, Fields*
     *plan = CpuPlan(layout.Workspace().TotalBytes());
     return true;
   }
-  if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine)), why_not)) return false;
+  const bool portable = IsForPortable(machine);
+  if (!IsPlannable(call, WhyNoKernel(p, portable), why_not)) return false;
+  if (portable) {
+    const GemmChoice choice = ChoosePortable(p.rows.world, p.rows.PerRank(), machine);
+    *plan = ProductPlan{choice, /*senders=*/0, CudaLayoutOf(p, choice).Workspace().TotalBytes()}
+                .AsFields();
+    return true;
+  }
   const GemmChoice wanted = call.given.value_or(ChooseReduceScatter(
       p.rows.world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs));
   // Each of the CTAs that share k has some of the first term's.
@@ -116,8 +123,9 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
     const std::string why = ReadScales(a.scales, args, next, p.rows.Total(), p.n,
                                        CeilDiv<int64_t>(p.k, kScaleBlock), p.dtype, &arrays);
     if (!why.empty()) return why;
-    if (!ReadPlan(a) || !WhyNoKernel(p).empty() ||
-        !SharesK(plan.choice, p.rows.Total(), arrays.products[0].k * SizeOf(p.dtype),
+    if (!ReadPlan(a) || !WhyNoKernel(p, plan.choice.portable).empty()) return kNoKernel;
+    if (plan.choice.portable) return arrays.scales == Scales::kNone ? "" : kNoKernel;
+    if (!SharesK(plan.choice, p.rows.Total(), arrays.products[0].k * SizeOf(p.dtype),
                  kReduceSplits) ||
         !(ForScales(plan.choice, arrays.scales) == plan.choice)) {
       return kNoKernel;

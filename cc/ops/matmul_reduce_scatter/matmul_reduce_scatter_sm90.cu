@@ -13,7 +13,7 @@ struct Instances : MatmulReduceScatterKernels {
 }  // namespace
 
 bool LoadMatmulReduceScatterKernels(std::string* error) {
-  return LoadGemmInstances<Instances>(error);
+  return LoadBothLoops(LoadGemmInstances<Instances>, LoadMatmulReduceScatterKernels80, error);
 }
 
 bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
@@ -21,6 +21,9 @@ bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
                                int64_t site, const CudaDevice& device, const SymmetricView& view,
                                cudaStream_t stream, std::string* error) {
   const GemmChoice& choice = plan.choice;
+  if (choice.portable) {
+    return LaunchMatmulReduceScatter80(p, operands, plan, site, device, view, stream, error);
+  }
   MatmulReduceScatterArgs args{};
   if (!MakeScatterArgs(p, operands, choice, device, view, &args, error)) return false;
   args.senders = plan.senders;

@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from ... import _config, _native
+from ..._call import gpu_code
 from ..._call.plans import Arrays, Machine
 from ..._native import MAX_RANKS, MAX_WEIGHTS
 from ..._ranks import meshes
@@ -36,8 +37,12 @@ USUAL = "grouped_matmul"
 
 
 def dtypes(op: str = USUAL) -> dict[str, frozenset[np.dtype]]:
-    """The types of operands that the kernels of products take, by platform."""
-    return {platform: _native.dtypes(op, platform) for platform in ("cpu", "cuda")}
+    """The types of operands that the kernels of products take, by platform; not float32 on GPUs,
+    which few take, as TF32 (`why_not_tf32`)."""
+    return {
+        "cpu": _native.dtypes(op, "cpu"),
+        "cuda": _native.dtypes(op, "cuda") - {np.dtype(np.float32)},
+    }
 
 
 DTYPES = dtypes()
@@ -231,12 +236,23 @@ def constant_if_whole(out: np.dtype, *operands: Any) -> list[Any]:
     return [jax.lax.stop_gradient(a) for a in operands]
 
 
+#: Why GPU kernels of most ops do not take float32.
+NO_FLOAT32 = "operands are float32, which the kernels of this op do not multiply on GPUs"
+
+
 def kernel_takes(
-    x: Any, w: Any, out: np.dtype, world: int, platform: str, op: str = USUAL
-) -> str | None:
-    """Why no kernel on `platform` takes these operands, or None."""
+    x: Any, w: Any, out: np.dtype, world: int, platform: str, op: str = USUAL,
+    *, no_float32: str | None = NO_FLOAT32,
+) -> str | None:  # fmt: skip
+    """Why no kernel on `platform` takes these operands, or None.
+
+    Args:
+      no_float32: why those of GPUs do not take float32; None: they do.
+    """
     if why := _native.why_not_dtypes(op, platform, x.dtype, out, w=w.dtype):
         return why
+    if platform == "cuda" and x.dtype == np.float32 and no_float32 is not None:
+        return no_float32
     if platform == "cuda" and total_rows(x) * world >= 1 << 31:
         return f"{total_rows(x)} rows on each of {world} ranks, kernels take fewer than 2^31 in all"
     if world > MAX_RANKS:
@@ -248,6 +264,8 @@ def why_not_8_bits(arrays: Arrays, params: Any, machine: Machine) -> str | None:
     """Why kernels do not take a product of 8 bits, or None."""
     if not machine.on_gpus or arrays[0].dtype.itemsize > 1:
         return None
+    if machine.arch < gpu_code.HOPPER:
+        return f"operands are {arrays[0].dtype.name}, which Hopper's kernels alone take"
     return why_imprecise(params.precision, params.scales, arrays[0].dtype)
 
 
@@ -261,10 +279,12 @@ def why_imprecise(precision: Any, scales: Scales, dtype: np.dtype) -> str | None
 
 
 def why_no_kernel(
-    pairs: Iterable[tuple[Any, Any]], params: Any, platform: str, op: str = USUAL
-) -> str | None:
-    """Why the kernels cannot take one of these x and w, or None."""
-    reasons = (kernel_takes(x, w, params.out_dtype, params.world, platform, op) for x, w in pairs)
+    pairs: Iterable[tuple[Any, Any]], params: Any, platform: str, op: str = USUAL,
+    *, no_float32: str | None = NO_FLOAT32,
+) -> str | None:  # fmt: skip
+    """Why the kernels cannot take one of these x and w, or None; as :func:`kernel_takes`."""
+    of_call = (params.out_dtype, params.world, platform, op)
+    reasons = (kernel_takes(x, w, *of_call, no_float32=no_float32) for x, w in pairs)
     return next(filter(None, reasons), None)
 
 

@@ -13,10 +13,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from ... import _config, _native
-from ..._call import plans, tuning_tables
+from ..._call import gpu_code, plans, tuning_tables
 from ..._call.forms import Call, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
 from ..._native import TILE_ROWS, VECTOR_BYTES
@@ -173,6 +174,21 @@ def why_decomposed(
 PADDED_TO = 4 * VECTOR_BYTES
 
 
+def why_not_tf32(params: Any, machine: Machine) -> str | None:
+    """Why GPUs do not multiply float32 as TF32, as XLA does there by default, or None."""
+    if machine.arch >= gpu_code.HOPPER:
+        return (
+            "operands are float32, which Hopper's kernels do not take: portable code multiplies "
+            "TF32 at half of the rate of XLA's product (docs/experiments/0060)"
+        )
+    precision, default = params.precision, getattr(jax.config, "jax_default_matmul_precision", None)
+    wanted = precision if isinstance(precision, tuple) else (precision,)
+    names = {str(default if one is None else one).lower() for one in wanted}
+    if names <= {"none", "default", "fastest", "bfloat16", "tensorfloat32", "tf32_tf32_f32"}:
+        return None
+    return f"kernels multiply float32 as TF32, which precision={', '.join(sorted(names))} forbids"
+
+
 def is_k_major(dtype: np.dtype) -> bool:
     """Whether tensor cores take operands of this type along k alone, so that w is [n, k]."""
     return dtype.name in _native.FORMATS and _native.FORMATS[dtype.name].k_major
@@ -284,6 +300,7 @@ class Product:
       on_gpus: the sizes of the call in the form that the op's `canonical` gives it on GPUs.
       why_lax: why plain `lax` takes a call, as is expected.
       why_no_kernel: why the kernel does not take a call that other ops take.
+      why_not_float32: why GPUs do not multiply float32, or None.
     """
 
     sizes: SizesRule
@@ -292,6 +309,7 @@ class Product:
     on_gpus: Callable[[Sizes], Sizes] = in_whole_vectors
     why_lax: Callable[[Any], str | None] = lambda params: None
     why_no_kernel: WhyRule = lambda arrays, params, machine: None
+    why_not_float32: Callable[[Any, Machine], str | None] = lambda params, machine: None
 
     def kernel(self, call: Call, machine: Machine) -> Plan | WhyNot:
         """Whether the kernel takes a call by ranks of one node."""
@@ -316,7 +334,10 @@ class Product:
         call = call.inside
         if why := self.why_lax(call.params):
             return WhyNot(why)
-        if not (why := self.unsupported(call.arrays, call.params, machine.platform)):
+        why = self.unsupported(call.arrays, call.params, machine.platform)
+        if not why and machine.on_gpus and call.arrays[0].dtype == np.float32:
+            why = self.why_not_float32(call.params, machine)
+        if not why:
             return None
         _, tuned, kernel = self._found(call, machine)
         by_heuristic = (

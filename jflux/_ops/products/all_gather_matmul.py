@@ -826,7 +826,8 @@ def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
         return "kernels take scales of blocks on GPUs alone"
     x, *operands = arrays
     ws, _ = _weights(operands, params)
-    return _product.why_no_kernel([(x, w) for w in ws], params, platform, OP)
+    pairs = [(x, w) for w in ws]
+    return _product.why_no_kernel(pairs, params, platform, OP, no_float32=None)
 
 
 def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
@@ -877,6 +878,7 @@ _forms = _product_plan.Product(
     _why_decomposed,
     why_lax=_why_lax,
     why_no_kernel=_product.why_not_8_bits,
+    why_not_float32=_product_plan.why_not_tf32,
 )
 
 

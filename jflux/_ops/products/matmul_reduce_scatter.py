@@ -531,7 +531,8 @@ def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
 def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
     operands = arrays
     xs, ws, _ = _terms(operands, params)
-    return _product.why_no_kernel(zip(xs, ws, strict=True), params, platform, OP)
+    pairs = zip(xs, ws, strict=True)
+    return _product.why_no_kernel(pairs, params, platform, OP, no_float32=None)
 
 
 def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
@@ -571,6 +572,7 @@ _forms = _product_plan.Product(
     _why_decomposed,
     on_gpus=_product_plan.in_rank_order,
     why_no_kernel=_product.why_not_8_bits,
+    why_not_float32=_product_plan.why_not_tf32,
 )
 
 

@@ -1,0 +1,181 @@
+// What portable GEMMs (gpu/gemm_sm80.cuh) do with a tile's sums: rows of results, by way of shared
+// memory, and partial tiles in fragment order.
+#ifndef JFLUX_GPU_GEMM_EPILOGUE_SM80_CUH_
+#define JFLUX_GPU_GEMM_EPILOGUE_SM80_CUH_
+
+#include <cstdint>
+#include <type_traits>
+
+#include "core/activation.h"
+#include "core/platform.h"
+#include "gpu/activation.cuh"
+#include "gpu/gemm_tile_sm80.cuh"
+#include "gpu/ptx.cuh"
+#include "gpu/types.cuh"
+#include "gpu/vector.cuh"
+
+namespace jflux {
+
+// Eight neighbouring columns of a row of results, in float32.
+struct Columns8 {
+  static constexpr int kCount = 8;
+  float v[kCount];
+
+  template <typename F>
+  __device__ __forceinline__ void Each(F&& f) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) f(v[i], i);
+  }
+  // Adds what `from` has at columns c on, of n. Null: nothing. U: its type. n is a multiple of a
+  // vector's elements, and so is c.
+  template <typename U>
+  __device__ __forceinline__ void Add(const U* from, int64_t c, int64_t n) {
+    if (from == nullptr) return;
+    constexpr int kPerVector = kVectorBytes / sizeof(U);
+#pragma unroll
+    for (int i = 0; i < kCount; i += kPerVector) {
+      if (c + i >= n) return;
+      const auto vector = Vector<U>::Of(__ldg(reinterpret_cast<const uint4*>(from + c + i)));
+#pragma unroll
+      for (int e = 0; e < kPerVector; ++e) v[i + e] += vector.v[e];
+    }
+  }
+  // The same of a bias, which may begin anywhere.
+  __device__ __forceinline__ void AddBias(const float* bias, int64_t c, int64_t n) {
+    if (bias == nullptr) return;
+    Each([&](float& x, int i) { x += c + i < n ? __ldg(bias + c + i) : 0; });
+  }
+  __device__ __forceinline__ void Activate(Activation activation) {
+    if (activation == Activation::kNone) return;
+    WithActivation(activation, [&](auto which) {
+      constexpr Activation kWhich = decltype(which)::value;
+      Each([](float& x, int) { x = ActivationAt<kWhich>(x).value; });
+    });
+  }
+  // Rounds to columns c on, of n, of a row of type U.
+  template <typename U>
+  __device__ __forceinline__ void Store(U* row, int64_t c, int64_t n) const {
+    constexpr int kPerVector = kVectorBytes / sizeof(U);
+#pragma unroll
+    for (int i = 0; i < kCount; i += kPerVector) {
+      if (c + i >= n) return;
+      Vector<U> vector;
+#pragma unroll
+      for (int e = 0; e < kPerVector; ++e) vector.v[e] = v[i + e];
+      ptx::StoreGlobal16(row + c + i, vector.Rounded());
+    }
+  }
+};
+
+// A warp's sums of kRows rows, in shared memory. The code that finishes them then is a loop, and
+// not one piece for each register.
+template <typename Config>
+struct StagedRows {
+  static constexpr int kRows = 32, kGroups = Config::kWarpN / Columns8::kCount;
+  static constexpr int kRowBytes = Config::kWarpN * sizeof(float);
+  static_assert(kRows * kRowBytes <= Config::kStagingBytes);
+  uint32_t at;
+  int first_row, first_column;  // of the tile
+
+  // Of 16 bytes. Lanes that write, or read, together meet no bank twice.
+  __device__ uint32_t VectorAt(int row, int vector) const {
+    return at + row * kRowBytes + ((vector ^ row % 4 * 2 ^ vector / 8) << 4);
+  }
+  __device__ __forceinline__ Columns8 Get(int row, int group) const {
+    Columns8 columns;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const auto four = Vector<float>::Of(ptx::LoadShared16(VectorAt(row, 2 * group + half)));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) columns.v[4 * half + e] = four.v[e];
+    }
+    return columns;
+  }
+  // Calls f(row of the warp's part, group of columns) for this lane's, among the first kEnd groups.
+  template <int kEnd, typename F>
+  __device__ __forceinline__ void ForEach(F&& f) const {
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < kRows * kEnd; i += 32) f(i / kEnd, i % kEnd);
+  }
+};
+
+// Calls f(StagedRows) for the rows of a warp's sums, in turn.
+template <typename Config, typename F>
+__device__ __forceinline__ void ForStagedRows(const Sums80<Config>& sums, uint32_t smem, F&& f) {
+  using Rows = StagedRows<Config>;
+  const WarpPlace<Config> place;
+  const int lane = threadIdx.x % 32;
+  Rows rows{smem + threadIdx.x / 32 * Config::kStagingBytes, place.row, place.column};
+#pragma unroll
+  for (int first = 0; first < Config::kM16Blocks; first += Rows::kRows / 16) {
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < Rows::kRows / 16; ++i) {
+#pragma unroll
+      for (int j = 0; j < Config::kN8Blocks; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float* two = &sums[first + i][j][2 * half];
+          ptx::StoreShared8(
+              rows.VectorAt(16 * i + 8 * half + lane / 4, 2 * j + lane % 4 / 2) + lane % 2 * 8,
+              static_cast<uint64_t>(__float_as_uint(two[1])) << 32 | __float_as_uint(two[0]));
+        }
+      }
+    }
+    __syncwarp();
+    f(rows);
+    rows.first_row += Rows::kRows;
+  }
+}
+
+// Partial tiles in fragment order: as threads hold their sums. The reader is the same thread of
+// another CTA, so nothing is rearranged. A warp's block of 16 rows, of type U, is kBlockBytes.
+template <typename U, typename Config>
+struct Fragments80Of {
+  static constexpr int kVectors = Config::kN8Blocks * 4 * sizeof(U) / kVectorBytes;  // of a thread
+  static constexpr int kBytes = kVectors * 32 * kVectorBytes;
+
+  // In the slot of a tile.
+  static __device__ int64_t At(int m16) {
+    return (static_cast<int64_t>(threadIdx.x / 32) * Config::kM16Blocks + m16) * kBytes +
+           threadIdx.x % 32 * kVectorBytes;
+  }
+  static __device__ __forceinline__ void Store(const Sums80<Config>& sums, int m16, char* slot) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      uint4 vector;
+      if constexpr (sizeof(U) == 2) {
+        const auto& a = sums[m16][2 * v];
+        const auto& b = sums[m16][2 * v + 1];
+        vector = make_uint4(Pack<U>(a[0], a[1]), Pack<U>(a[2], a[3]), Pack<U>(b[0], b[1]),
+                            Pack<U>(b[2], b[3]));
+      } else {
+        const auto& a = sums[m16][v];
+        vector = make_uint4(__float_as_uint(a[0]), __float_as_uint(a[1]), __float_as_uint(a[2]),
+                            __float_as_uint(a[3]));
+      }
+      ptx::StoreGlobal16(slot + At(m16) + v * 32 * kVectorBytes, vector);
+    }
+  }
+  static __device__ __forceinline__ void Add(Sums80<Config>& sums, int m16, const char* slot) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const uint4 vector = ptx::LoadGlobal16(slot + At(m16) + v * 32 * kVectorBytes);
+      const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        if constexpr (sizeof(U) == 2) {
+          const float2 two = Unpack<U>(words[w]);
+          sums[m16][2 * v + w / 2][w % 2 * 2] += two.x;
+          sums[m16][2 * v + w / 2][w % 2 * 2 + 1] += two.y;
+        } else {
+          sums[m16][v][w] += __uint_as_float(words[w]);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace jflux
+
+#endif  // JFLUX_GPU_GEMM_EPILOGUE_SM80_CUH_

@@ -1,0 +1,181 @@
+// matmul_reduce_scatter in portable code (gpu/gemm_sm80.cuh): one kernel that multiplies, sends
+// partial tiles and sums, in the order of Hopper's.
+//
+// Threads store their sums of other ranks' rows straight to the owners' workspaces, in fragment
+// order (gpu/gemm_epilogue_sm80.cuh). Local tiles come last: by then the peers' partial tiles have
+// arrived. They are added in float32, in rank order after the own one, and y is written.
+//
+//   writes  all threads: the owners' workspaces; one thread: a signal per tile and owner
+//   waits   all warps of a CTA, for the peers' partial tiles of its local tile
+//   order   stores, a barrier of the CTA, release fence, signals
+//   reset   never: core/signal.h
+//
+// Deadlock: core/tile_order.h. A tile is sent before its CTA waits for the same tile of peers.
+#ifndef JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_SM80_CUH_
+#define JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_SM80_CUH_
+
+#include "core/tile_order.h"
+#include "gpu/gemm_epilogue_sm80.cuh"
+#include "gpu/gemm_sm80.cuh"
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
+
+namespace jflux {
+
+struct MatmulReduceScatterArgs80 {
+  DeviceState* state;
+  SymmetricView view;
+  Rows rows;
+  ScatterOrder order;
+  int32_t num_tiles, terms;
+  uint32_t signature, op;
+  bool out_f32;
+  int64_t k[kMaxWeights];
+  int64_t n;
+  WorkspaceLayout workspace;
+  ReduceScatterLayout layout;
+  const void* x[kMaxWeights];
+  const void* w[kMaxWeights];
+  const float* bias;     // or null
+  const void* residual;  // or null
+  void* y;
+};
+
+template <typename Config_>
+struct MatmulReduceScatterSm80 {
+  using Config = Config_;
+  using Args = MatmulReduceScatterArgs80;
+  using T = typename Config::T;
+  using Schedule = OrderedTiles<Counted>;
+
+  struct Operands {
+    static constexpr int kMostTerms = kMaxWeights;
+    static __device__ int Terms(const Args& args) { return args.terms; }
+    static __device__ int64_t KBytes(const Args& args, int term) {
+      return args.k[term] * sizeof(T);
+    }
+    static __device__ RowsToCopy<Config> RowsOf(const Args& args, const CallContext&, Tile tile,
+                                                int term) {
+      RowsToCopy<Config> a;
+      a.skip = 0;
+#pragma unroll
+      for (int i = 0; i < a.kRows; ++i) {
+        const int64_t row = static_cast<int64_t>(tile.m) * Config::kTileM + a.RowOf(i);
+        a.row[i] = static_cast<const char*>(args.x[term]) +
+                   args.rows.Actual(Min(row, args.rows.Total() - 1)) * KBytes(args, term);
+      }
+      return a;
+    }
+    static __device__ Rhs80 RhsOf(const Args& args, Tile tile, int term) {
+      return Rhs80{args.w[term], nullptr, static_cast<int64_t>(tile.n) * Config::kTileN, args.n};
+    }
+  };
+
+  // The ranks that own some of the rows [first, first + rows) of all; none past the last row.
+  struct Owners {
+    int first, last;
+  };
+  static __device__ Owners OwnersOf(const Args& args, int64_t first, int rows) {
+    const int64_t end = Min(first + rows, args.rows.Total());
+    if (first >= end) return Owners{0, -1};
+    return Owners{args.rows.OwnerOf(first), args.rows.OwnerOf(end - 1)};
+  }
+  static __device__ Signal* SignalOf(const Args& args, const CallContext& call, int dst, int src,
+                                     Tile tile) {
+    return args.view.template At<Signal>(
+        dst, args.workspace.SignalOffset(call.epoch) +
+                 args.layout.SignalOffset(src, args.layout.SlotOf(dst, tile), 0));
+  }
+  static __device__ char* SlotOf(const Args& args, const CallContext& call, int dst, int src,
+                                 Tile tile) {
+    return args.view.At(dst, args.workspace.DataOffset(call.epoch) +
+                                 args.layout.SlotOffset(src, args.layout.SlotOf(dst, tile)));
+  }
+
+  struct Epilogue {
+    // Of a result type, which also travels.
+    template <typename U>
+    static __device__ void FinishAs(const Args& args, const CallContext& call, uint32_t smem,
+                                    Sums80<Config>& sums, Tile tile) {
+      using F = Fragments80Of<U, Config>;
+      const int rank = args.view.rank;
+      const int64_t row0 = static_cast<int64_t>(tile.m) * Config::kTileM;
+      const int64_t warp_row0 = row0 + WarpPlace<Config>().row;
+      const Owners owners = OwnersOf(args, row0, Config::kTileM);
+      const bool sends = owners.first != rank || owners.last != rank;
+      const bool receives = owners.first <= rank && rank <= owners.last;
+      if (sends) {
+        const uint64_t start = call.Start();
+#pragma unroll
+        for (int i = 0; i < Config::kM16Blocks; ++i) {
+          const Owners of = OwnersOf(args, warp_row0 + 16 * i, 16);
+          for (int dst = of.first; dst <= of.last; ++dst) {
+            if (dst != rank) F::Store(sums, i, SlotOf(args, call, dst, rank, tile));
+          }
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+          FenceRelease();
+          for (int dst = owners.first; dst <= owners.last; ++dst) {
+            if (dst != rank) StoreRelaxed(SignalOf(args, call, dst, rank, tile), call.signal);
+          }
+          call.Done(EventKind::kSend, start, owners.first, tile.m);
+        }
+      }
+      if (!receives) return;
+      const uint64_t start = call.Start();
+      if (threadIdx.x < 32) {  // a lane for each peer
+        const int src = static_cast<int>(threadIdx.x);
+        if (src < args.view.world && src != rank) {
+          AwaitPeer(call, SignalOf(args, call, rank, src, tile), src,
+                    args.layout.SlotOf(rank, tile));
+        }
+      }
+      __syncthreads();
+      if (threadIdx.x == 0) call.Done(EventKind::kWaitPartials, start, tile.m, tile.n);
+      for (int src = 0; src < args.view.world; ++src) {
+        if (src == rank) continue;
+        const char* slot = SlotOf(args, call, rank, src, tile);
+#pragma unroll
+        for (int i = 0; i < Config::kM16Blocks; ++i) {
+          // Rows that other ranks own get arbitrary values, which are not stored.
+          const Owners of = OwnersOf(args, warp_row0 + 16 * i, 16);
+          if (of.first <= rank && rank <= of.last) F::Add(sums, i, slot);
+        }
+      }
+      using Rows = StagedRows<Config>;
+      const int64_t n0 = static_cast<int64_t>(tile.n) * Config::kTileN;
+      const int64_t first_local = rank * args.rows.PerRank();
+      ForStagedRows<Config>(sums, smem, [&](const Rows& rows) {
+        rows.template ForEach<Rows::kGroups>([&](int r, int group) {
+          const int64_t row = row0 + rows.first_row + r - first_local;
+          const int64_t c = n0 + rows.first_column + group * Columns8::kCount;
+          if (row < 0 || row >= args.rows.PerRank() || c >= args.n) return;
+          Columns8 y = rows.Get(r, group);
+          y.AddBias(args.bias, c, args.n);
+          if (args.residual != nullptr) {
+            y.Add(static_cast<const U*>(args.residual) + row * args.n, c, args.n);
+          }
+          y.Store(static_cast<U*>(args.y) + row * args.n, c, args.n);
+        });
+      });
+    }
+
+    static __device__ void Finish(const Args& args, const CallContext& call, uint32_t smem,
+                                  Sums80<Config>& sums, Tile tile) {
+      if constexpr (sizeof(T) == 2) {
+        if (!args.out_f32) return FinishAs<T>(args, call, smem, sums, tile);
+      }
+      FinishAs<float>(args, call, smem, sums, tile);
+    }
+  };
+
+  struct Exchange : PeerExchange80 {
+    static __device__ void Send(const Args&, const CallContext&) {}
+  };
+};
+
+JFLUX_GEMM_KERNEL_80(MatmulReduceScatter);
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_SM80_CUH_
