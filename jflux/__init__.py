@@ -41,6 +41,7 @@ from ._ops.collectives.all_reduce import all_reduce as all_reduce
 from ._ops.collectives.exchange import all_gather as all_gather
 from ._ops.collectives.exchange import all_to_all as all_to_all
 from ._ops.collectives.exchange import reduce_scatter as reduce_scatter
+from ._ops.collectives.halo_exchange import halo_exchange as halo_exchange
 from ._ops.collectives.ragged_all_to_all import ragged_all_to_all as ragged_all_to_all
 from ._ops.collectives.wire_report import WireCall as WireCall
 from ._ops.collectives.wire_report import wire_report as wire_report

@@ -14,6 +14,7 @@ from ._ops.collectives.all_reduce import reference as all_reduce
 from ._ops.collectives.exchange import all_gather_reference as all_gather
 from ._ops.collectives.exchange import all_to_all_reference as all_to_all
 from ._ops.collectives.exchange import reduce_scatter_reference as reduce_scatter
+from ._ops.collectives.halo_exchange import reference as halo_exchange
 from ._ops.collectives.ragged_all_to_all import reference as ragged_all_to_all
 from ._ops.products.all_gather_matmul import reference as all_gather_matmul
 from ._ops.products.all_to_all_matmul import reference as all_to_all_matmul
