@@ -1,6 +1,7 @@
 """The examples run, on several numbers of devices, and what they print is true."""
 
 import ast
+import importlib.util
 import os
 import re
 
@@ -177,6 +178,36 @@ def test_gradients_of_the_gpt_equal_those_on_one_device(shape, monkeypatch):
         np.testing.assert_allclose(
             got, want, rtol=0, atol=1e-5 * abs(want).max(), err_msg=jax.tree_util.keystr(path)
         )
+
+
+@pytest.mark.skipif(ON_GPU, reason="complex numbers in chosen numbers of virtual devices")
+@pytest.mark.parametrize("devices", [8, 3])
+def test_fft(devices, tmp_path):
+    out = run_example("fft.py", devices=devices, cwd=tmp_path)
+    first, *checks = out.splitlines()
+    assert first == f"[{4 * devices}, {3 * devices}, 16] on {devices} cpu devices"
+    assert len(checks) == 3 and all(line.endswith(": True") for line in checks)
+    if devices == 8:
+        shown = (ROOT / "examples" / "fft.py").read_text()
+        assert all(f"    {line}\n" in shown for line in out.splitlines())
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="four ranks")
+def test_fft_is_that_of_jaxdecomp():
+    """Where jaxDecomp is installed. It returns transforms as [y, x, z]."""
+    jaxdecomp = pytest.importorskip("jaxdecomp")
+    spec = importlib.util.spec_from_file_location("fft", ROOT / "examples" / "fft.py")
+    fft = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fft)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(4, 1), (fft.AXIS, "y"))
+    x = np.random.default_rng(0).standard_normal((8, 12, 16)).astype(np.complex64)
+    x = jax.device_put(x, jax.NamedSharding(mesh, P(fft.AXIS, "y")))
+    theirs = jaxdecomp.fft.pfft3d(x)
+    ours = jax.shard_map(fft.fft3d, mesh=mesh, in_specs=fft.SLABS, out_specs=fft.COLUMNS)
+    y = jax.jit(ours)(x)
+    np.testing.assert_allclose(np.transpose(y, (1, 2, 0)), theirs, atol=1e-4)
+    back = jax.shard_map(fft.ifft3d, mesh=mesh, in_specs=fft.COLUMNS, out_specs=fft.SLABS)
+    np.testing.assert_allclose(jax.jit(back)(y), jaxdecomp.fft.pifft3d(theirs), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "halo_exchange", "all_to_all", "all_gather_matmul"])
