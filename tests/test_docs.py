@@ -159,6 +159,12 @@ FRAGMENTS = {
             "halves = {'in_specs': (P(None, 'tp'), P('tp')), 'out_specs': P()}\n"
             "y = jax.jit(jax.shard_map(layer, mesh=mesh, **halves))(x, w)\n"
             "assert abs(y / 32 - 1).max() < 1e-2",
+            "grid = Mesh(np.array(jax.devices()).reshape(2, -1), ('x', 'y'))\n"
+            "u, on_grid = jnp.arange(64.0).reshape(8, 8), P('x', 'y')\n"
+            "f = jax.shard_map(laplacian, mesh=grid, in_specs=on_grid, out_specs=on_grid)\n"
+            "v = jnp.pad(jnp.pad(u, ((1, 1), (0, 0)), 'wrap'), ((0, 0), (1, 1)), 'edge')\n"
+            "want = v[2:, 1:-1] + v[:-2, 1:-1] + v[1:-1, 2:] + v[1:-1, :-2] - 4 * u\n"
+            "assert (jax.jit(f)(u) == want).all()",
         ],
     ),
     "docs/guide/plan.md": ("", ["assert ranking.best.grid.ranks == 1024"]),
@@ -508,7 +514,7 @@ def test_each_choice_means_what_it_replaces(plain, ours):
 
 
 def test_choices_are_found():
-    assert len(CHOICES) == 12
+    assert len(CHOICES) == 13
 
 
 @pytest.mark.parametrize("doc", DOCS, ids=lambda d: str(d.relative_to(ROOT)))

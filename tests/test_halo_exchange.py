@@ -140,6 +140,22 @@ def test_nothing_else_is_looked_at(exchange):
     np.testing.assert_array_equal(back, want)
 
 
+def test_it_means_what_jaxdecomps_means(exchange):
+    """Where jaxDecomp is installed. It fills halos for which the parts of x have room."""
+    jaxdecomp = pytest.importorskip("jaxdecomp")
+    mesh, x = make_mesh((2, 3), ("z", "y")), _whole(2 * 4, 3 * 3, 2)
+    split = P("z", "y")
+    room = _on(mesh, lambda x: jnp.pad(x, ((1, 1), (2, 2), (0, 0))), split)
+    padded = room(jax.device_put(x, jax.NamedSharding(mesh, split)))
+    for periods in [(True, True), (False, True)]:
+        theirs = jaxdecomp.halo_exchange(padded, halo_extents=(1, 2), halo_periods=periods)
+        f = functools.partial(
+            exchange, axis=(0, 1), axis_name=("z", "y"), halo=(1, 2),
+            mode=["wrap" if periodic else "constant" for periodic in periods],
+        )  # fmt: skip
+        np.testing.assert_array_equal(_on(mesh, f, split)(x), theirs)
+
+
 # ---- Derivatives and transforms ------------------------------------------------------------------
 
 GRID = {
