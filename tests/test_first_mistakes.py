@@ -48,13 +48,14 @@ SPLIT, TRANSPOSED = {"split_axis": 1, "concat_axis": 0}, {"transpose_rhs": True}
         lambda **k: jflux.all_gather(x, **k),
         lambda **k: jflux.reduce_scatter(x, **k),
         lambda **k: jflux.all_to_all(x, split_axis=0, concat_axis=1, **k),
+        lambda **k: jflux.halo_exchange(x, halo=1, **k),
         lambda **k: jflux.flash_decode(CACHE[:, 0], CACHE, CACHE, LENGTHS, **k),
         lambda **k: jflux.update_cache(CACHE, CACHE[:, :1], LENGTHS, **k),
         lambda **k: jflux.moe_dispatch(x, CHOICES, CHOICES * 1.0, num_experts=2, **k),
         lambda **k: jflux.dispatch_grouped_matmul(x, w[None], CHOICES, num_experts=2, **k),
     ],
-    ids="all_reduce all_gather reduce_scatter all_to_all flash_decode update_cache moe_dispatch "
-    "dispatch_grouped_matmul".split(),
+    ids="all_reduce all_gather reduce_scatter all_to_all halo_exchange flash_decode update_cache "
+    "moe_dispatch dispatch_grouped_matmul".split(),
 )
 def test_ops_of_one_ranks_arrays_need_shard_map(call):
     with pytest.raises(NameError, match="axis_name='tp' needs a jax.shard_map around the call"):

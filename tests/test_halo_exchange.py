@@ -93,13 +93,12 @@ def test_corners_and_a_dimension_that_two_axes_split(exchange):
     want = _want(x, (0, 2, (1, 2), "wrap", None), (1, 3, (4, 4), "constant", (5, 6)))
     np.testing.assert_array_equal(run(_on(mesh, both, P("a", "b")), x), want)
 
-    joint = functools.partial(
-        exchange, axis=(2, 1), axis_name=(("b", "a"), "c"), halo=1, mode="edge"
-    )
     mesh = make_mesh((2, 3, 1), ("a", "b", "c"))
     x = _whole(2, 4, 6 * 2)
     want = _want(x, (2, 6, (1, 1), "edge", None), (1, 1, (1, 1), "edge", None))
-    np.testing.assert_array_equal(run(_on(mesh, joint, P(None, "c", ("b", "a"))), x), want)
+    for joint in [("a", "b"), ("b", "a")]:
+        f = functools.partial(exchange, axis=(2, 1), axis_name=(joint, "c"), halo=1, mode="edge")
+        np.testing.assert_array_equal(run(_on(mesh, f, P(None, "c", joint)), x), want)
 
 
 TYPES = (
@@ -273,6 +272,18 @@ def test_what_types_say(exchange):
         np.testing.assert_array_equal(found, want)
 
 
+@pytest.mark.parametrize("ranks", [3, 2])
+def test_no_promotion(ranks, exchange):
+    """Of ranks and types, also where integers have 64 bits."""
+    x = _whole(4 * ranks).astype(jnp.bfloat16)
+    f = functools.partial(exchange, axis_name="x", halo=(1, 2), constant_values=(1, np.float32(2)))
+    strict = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
+    with x64_if(np.float64), strict[0], strict[1]:
+        y = np.asarray(_on(make_mesh((ranks,), ("x",)), f, P("x"))(x))
+    want = _want(x.astype(np.float32), (0, ranks, (1, 2), "constant", (1, 2)))
+    np.testing.assert_array_equal(y.astype(np.float32), want)
+
+
 def test_a_dimension_that_is_not_known_yet(exchange):
     """`jax.export` leaves a dimension open: halos of it are moved, and not along it."""
     f = functools.partial(exchange, axis_name="x", halo=1, mode="wrap")
@@ -286,13 +297,13 @@ def test_a_dimension_that_is_not_known_yet(exchange):
 def test_over_some_axes_of_an_explicit_mesh(mode, exchange):
     """Types keep saying how the others split x."""
     mesh = make_mesh((2, 3), ("x", "other"), axis_type=AxisType.Explicit)
-    x = _whole(2 * 4, 3 * 2)
-    split = jax.device_put(x, jax.NamedSharding(mesh, P("x", "other")))
+    x, y = _whole(2 * 4, 3 * 2), _whole(2 * 4, 3)
+    split = jax.device_put((x, y), jax.NamedSharding(mesh, P("x", "other")))
     f = functools.partial(exchange, axis_name="x", halo=(2, 1), mode=mode, constant_values=(4, 0))
     mapped = jax.shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"})
-    y = jax.jit(mapped)(split)
-    assert jax.typeof(y).sharding.spec == P("x", "other")
-    np.testing.assert_array_equal(y, _want(x, (0, 2, (2, 1), mode, (4, 0))))
+    for found, whole in zip(jax.jit(mapped)(split), (x, y), strict=True):
+        assert jax.typeof(found).sharding.spec == P("x", "other")
+        np.testing.assert_array_equal(found, _want(whole, (0, 2, (2, 1), mode, (4, 0))))
 
 
 # ---- What travels --------------------------------------------------------------------------------
@@ -341,36 +352,36 @@ def test_explain_says_what_moves_the_halos():
 # ---- Errors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"halo": 5}, ValueError, r"a halo of 5 along axis=0 needs .*shape is \(4, 6\): it has 4"),
-        ({"halo": (0, 7), "axis": -1}, ValueError, "a halo of 7 along axis=-1"),
-        ({"halo": 4, "mode": "reflect"}, ValueError, "mode='reflect' takes up to 3"),
-        ({"halo": -1}, ValueError, "halo has -1, and widths must be 0 or more"),
-        ({"halo": 1.0}, TypeError, "halo has 1.0, and widths must be ints"),
-        ({"halo": True}, TypeError, "halo has True, and widths must be ints"),
-        ({"halo": (1, 2, 3)}, ValueError, r"halo has \(1, 2, 3\), which must be one or"),
-        ({"axis": 2}, ValueError, r"axis=2 of an x with shape \(4, 6\)"),
-        ({"axis": "rows"}, TypeError, "axis='rows' must be an int or a sequence of ints"),
-        ({"axis": (0, 1)}, ValueError, "axis_name='a' must be a sequence with the mesh axis of ea"),
-        ({"axis": (0, 1), "axis_name": ("a",)}, ValueError, "an entry for each of the 2 dimen"),
-        ({"axis": (0, 1), "axis_name": ("a", "a")}, ValueError, "a mesh axis may be named once"),
-        ({"axis": (0, -2), "axis_name": ("a", "b")}, ValueError, "has a dimension twice"),
-        ({"axis": (0, 1), "axis_name": "ab", "halo": (1, 2, 1)}, ValueError, "axis_name='ab' must"),
-        ({"mode": "periodic"}, ValueError, "mode='periodic' must be one of constant, wrap, edge"),
-        ({"constant_values": np.ones(2)}, ValueError, r"must be scalars, got shape \(2,\)"),
-        ({"constant_values": 1j}, TypeError, "a constant of complex64 does not fit .* float32"),
-        ({"axis_name": "tp"}, NameError, "axis_name='tp' must be an axis of the jax.shard_map"),
-    ],
-)  # fmt: skip
+ERRORS = [
+    ({"halo": 5}, ValueError, r"a halo of 5 along axis=0 needs .*shape is \(4, 6\): it has 4"),
+    ({"halo": (0, 7), "axis": -1}, ValueError, "a halo of 7 along axis=-1"),
+    ({"halo": 4, "mode": "reflect"}, ValueError, "mode='reflect' takes up to 3"),
+    ({"halo": -1}, ValueError, "halo has -1, and widths must be 0 or more"),
+    ({"halo": 1.0}, TypeError, "halo has 1.0, and widths must be ints"),
+    ({"halo": True}, TypeError, "halo has True, and widths must be ints"),
+    ({"halo": (1, 2, 3)}, ValueError, r"halo has \(1, 2, 3\), which must be one or"),
+    ({"axis": 2}, ValueError, r"axis=2 of an x with shape \(4, 6\)"),
+    ({"axis": "rows"}, TypeError, "axis='rows' must be an int or a sequence of ints"),
+    ({"axis": (0, 1)}, ValueError, "axis_name='a' must be a sequence with the mesh axis of ea"),
+    ({"axis": (0, 1), "axis_name": ("a",)}, ValueError, "an entry for each of the 2 dimen"),
+    ({"axis": (0, 1), "axis_name": ("a", "a")}, ValueError, "a mesh axis may be named once"),
+    ({"axis": (0, -2), "axis_name": ("a", "b")}, ValueError, "has a dimension twice"),
+    ({"axis": (0, 1), "axis_name": "ab", "halo": (1, 2, 1)}, ValueError, "axis_name='ab' must"),
+    ({"mode": "periodic"}, ValueError, "mode='periodic' must be one of constant, wrap, edge"),
+    ({"constant_values": np.ones(2)}, ValueError, r"must be scalars, got shape \(2,\)"),
+    ({"constant_values": 1j}, TypeError, "a constant of complex64 does not fit .* float32"),
+    ({"axis_name": "tp"}, NameError, "axis_name='tp' must be an axis of the jax.shard_map"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "reference"])
-def test_errors(module, options, error, message):
+def test_errors(module):
     mesh = make_mesh((2, 1), ("a", "b"))
-    f = functools.partial(module.halo_exchange, **({"axis_name": "a", "halo": 1} | options))
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False)
-    with pytest.raises(error, match=message):
-        jax.eval_shape(mapped, jax.ShapeDtypeStruct((8, 6), np.float32))
+    for options, error, message in ERRORS:
+        f = functools.partial(module.halo_exchange, **({"axis_name": "a", "halo": 1} | options))
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False)
+        with pytest.raises(error, match=message):
+            jax.eval_shape(mapped, jax.ShapeDtypeStruct((8, 6), np.float32))
 
 
 def test_an_array_of_integers_takes_no_fraction():

@@ -54,6 +54,10 @@ def collectives(x: jax.Array, w: jax.Array) -> None:
     assert_type(jflux.all_gather(x, axis_name="tp"), jax.Array)
     assert_type(jflux.reduce_scatter(tree, axis_name="tp", tiled=True), dict[str, jax.Array])
     assert_type(jflux.all_reduce(tree, axis_name="tp"), dict[str, jax.Array])
+    padded = jflux.halo_exchange(tree, axis_name="tp", halo=(1, 0), mode="wrap")
+    assert assert_type(padded, dict[str, jax.Array])["a"].shape == (5, 4)
+    y = jflux.halo_exchange(x, axis=(0,), axis_name=("tp",), halo=[(2, 0)], mode=["edge"])
+    assert assert_type(y, jax.Array).shape == (6, 4)
     norm = jflux.LayerNorm(jnp.ones(4))
     assert len(assert_type(jflux.all_reduce(x, axis_name="tp", norm=norm), Pair)) == 2
     two = jflux.all_reduce(x, axis_name="tp", norm=norm, quantize=jflux.Format(jnp.int8, (1, -1)))

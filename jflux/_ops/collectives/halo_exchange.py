@@ -106,12 +106,14 @@ def halo_exchange(
     exchanged one after the other, halos of the earlier ones included, so that corners are right
     too.
 
-    XLA's collective-permutes move the halos. ``lax.ppermute`` by hand has the same speed: what the
-    op adds is the boundaries, the corners, and few transfers. A dimension takes one transfer for
-    each direction, for all arrays of one type together; around two ranks it is one transfer for
-    both directions. ``jflux.config(unchecked_kernels=True)`` takes one :func:`jflux.all_to_all` for
-    both directions in their place, where all that reaches a rank fits into LL packets. It sends
-    each rank a part, the neighbours alone the halos; no GPU has been timed with it.
+    XLA's collective-permutes move the halos, as those of ``lax.ppermute`` by hand: on GPUs each is
+    a send and a receive of NCCL. What the op adds is the boundaries, the corners, and few
+    transfers. A dimension takes one for each direction, for all arrays of one type together; in a
+    ring of two ranks it takes one for both directions.
+
+    ``jflux.config(unchecked_kernels=True)`` takes one :func:`jflux.all_to_all` for both directions
+    instead, where all that reaches a rank fits into LL packets. A rank then sends a part to every
+    rank, of which the neighbours alone need theirs. No GPU has been timed with it.
 
     Differentiable: a cotangent of a halo goes back to the rank that the halo came from, and is
     added there. ``jax.linear_transpose`` gives that sum alone (of constant values of 0), which
@@ -436,22 +438,21 @@ def _split(flat: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
 def _by_all_to_all(
     to_next: jax.Array, to_previous: jax.Array, one: _Dimension
 ) -> tuple[jax.Array, jax.Array]:
-    """(what came from the previous rank, from the next one), flat, by one exchange in which other
-    ranks get zeros."""
+    """(what came from the previous rank, from the next one), flat, by one exchange. Others than the
+    neighbours get a part that they do not read."""
     names, ranks = meshes.as_tuple(one.axis_name), one.ranks
     rank = lax.axis_index(names)
     if not one.is_periodic:  # ranks at the ends send zeros to those at the other end
         to_next = jnp.where(rank == ranks - 1, jnp.zeros_like(to_next), to_next)
         to_previous = jnp.where(rank == 0, jnp.zeros_like(to_previous), to_previous)
-    width, rows = max(to_next.size, to_previous.size), jnp.arange(ranks)[:, None]
+    width, rows = max(to_next.size, to_previous.size), jnp.arange(ranks, dtype=jnp.int32)[:, None]
     following, preceding = (rank + 1) % ranks, (rank - 1) % ranks
     if ranks == 2:
-        sent = jnp.concatenate([to_next, to_previous])
+        sent = jnp.concatenate([to_next, to_previous])[None]
         parts = jnp.where(rows == following, sent, jnp.zeros_like(sent))
     else:
-        ahead, back = (jnp.pad(a, (0, width - a.size)) for a in (to_next, to_previous))
-        others = jnp.where(rows == preceding, back, jnp.zeros_like(back))
-        parts = jnp.where(rows == following, ahead, others)
+        ahead, back = (jnp.pad(a, (0, width - a.size))[None] for a in (to_next, to_previous))
+        parts = jnp.where(rows == following, ahead, back)
     came = exchange.all_to_all(parts, axis_name=names, split_axis=0, concat_axis=0, tiled=True)
     if ranks == 2:
         both = lax.dynamic_index_in_dim(came, following, keepdims=False)
