@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _config
-from jflux._ops.collectives.halo_exchange import MODES
+from jflux._ops.collectives._halo_transfers import MODES
 from jflux._stress.calls import x64_if
 
 OPS = {"permutes": jflux, "all_to_all": jflux, "reference": jflux.reference}
