@@ -298,8 +298,8 @@ def test_plans():
         assert _plan(1000, algorithm="chunked").reason == "chunked in int8, as asked for"
     with jflux.config(always=True):
         assert _plan(1000).reason.startswith("chunked in int8")
-    nodes = _plan(1 << 20, takes=all_reduce._takes_in_nodes)
-    assert nodes.unsupported and "between nodes" in nodes.reason
+    inside = _plan(1 << 20, takes=all_reduce._takes_in_nodes)
+    assert inside.reason == "chunked, chosen for 4194304 bytes"
 
 
 def test_small_sums_are_exact():

@@ -31,7 +31,7 @@ from jax import lax
 
 from .._ranks import meshes
 from .._ranks.node_levels import Levels
-from . import _epilogue, _lax, _node_exchange
+from . import _epilogue, _lax, _node_exchange, _wire
 from ._collective import Collective
 from ._two_level_plan import NODE_BYTES_PER_SECOND, NODE_LATENCY
 from .products import _product
@@ -49,10 +49,15 @@ def place_of(levels: Levels) -> tuple[jax.Array, jax.Array]:
 
 class Transfers:
     """The transfers between nodes of one call. XLA for GPUs combines small ones that could run at
-    the same time, and then none of them could run beside a product: these it leaves alone."""
+    the same time, and then none of them could run beside a product: these it leaves alone.
 
-    def __init__(self, levels: Levels) -> None:
-        self.levels = levels
+    Args:
+      wire: the format that terms of sums travel in (`_wire.py`), which
+        arrive in float32; None: as they are.
+    """
+
+    def __init__(self, levels: Levels, wire: str | None = None) -> None:
+        self.levels, self.wire = levels, wire
         self._shifted: dict[int, list[jax.Array]] = {}  # by steps
         self._last: jax.Array | None = None  # of them all
 
@@ -103,9 +108,37 @@ class Transfers:
         between = Collective("all_to_all", split, concat)
         return self._chained(x, lambda x: between.lax(x, self.levels.between))
 
+    def _in_wire(self, rows: jax.Array, send: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Rows [..., n] sent in blocks of the wire."""
+        assert self.wire is not None
+        came = send(_wire.packed(rows.astype(jnp.float32), self.wire))
+        return _wire.unpacked(came, self.wire, rows.shape[-1])
+
+    def shift_term(self, x: jax.Array, steps: int) -> jax.Array:
+        """:meth:`shift` of a term of a sum."""
+        if self.wire is None:
+            return self.shift(x, steps)
+        return self._in_wire(x.ravel(), lambda data: self.shift(data, steps)).reshape(x.shape)
+
+    def _sum_in_wire(self, x: jax.Array, added: Sequence[jax.Array]) -> jax.Array:
+        """:meth:`sum` in a wire: each rank sums one shard, the others' parts as they were quantised
+        and its own as it is, and all read the sum as it is quantised again."""
+        count, size = self.levels.count, x.size
+        shard = _wire.shard_size(size, count)
+        padded = jnp.pad(x.astype(jnp.float32), (0, count * shard - size))
+        shards = padded.reshape(count, shard)
+        terms = self._in_wire(shards, lambda data: self.exchange(data, 0, 0))
+        node, _ = place_of(self.levels)
+        is_own = (jnp.arange(count) == node)[:, None]
+        total = sum_in_order(jnp.where(is_own, shards, terms), 0)
+        y = self._in_wire(total, lambda data: self.gather(data, 0)).ravel()[:size]
+        return sum_of([y, *added], y.dtype).astype(x.dtype)
+
     def sum(self, x: jax.Array, added: Sequence[jax.Array] = ()) -> jax.Array:
         """The sum of all counterparts' vectors x, and of `added`, which are the same on all of
         them: in float32 at least, in the order of the nodes, rounded once. The same bits on all."""
+        if self.wire is not None:
+            return self._sum_in_wire(x, added)
         count, size = self.levels.count, x.size
         saved = (count - 1) * (1 - 2 / count) * size * x.dtype.itemsize  # bytes, by two steps
         if saved < NODE_LATENCY * NODE_BYTES_PER_SECOND:
@@ -320,6 +353,7 @@ def product_travels(
     *,
     columns_axis: int,
     wide: Any,
+    wire: str | None = None,
 ) -> jax.Array:
     """The result of ``collective(sum_i x_i @ w_i)``; for reduce_scatter in the type `wide`, not
     rounded.
@@ -332,12 +366,13 @@ def product_travels(
       levels: of the group.
       chunks: of each step.
       columns_axis: which dimension of a w is the product's last one.
+      wire: of a reduce_scatter, the format that products travel in; None: as they are.
     """
     node, _ = place_of(levels)
     last = xs[0].ndim - 1
     split, chunked = collective.split, chunked_dimension(collective, xs[0].ndim)
     assert split is not None
-    transfers = Transfers(levels)
+    transfers = Transfers(levels, wire)
     made = _result(collective.concat, chunked, chunks, levels, wide)
     axis, by_rows = (split, True) if split != last else (columns_axis, False)
     sent = [in_node_order(a, axis, levels) for a in (xs if by_rows else ws)]
@@ -354,6 +389,6 @@ def product_travels(
                 rows = [chunk_of(x, chunked, blocks, chunk, chunks) for x in sent_xs]
             y = call(rows, sent_ws)
             if steps:
-                y = transfers.shift(y, steps)
+                y = transfers.shift_term(y, steps)
             made.add(y, steps, (node + steps) % levels.count, chunk)
     return made.result()

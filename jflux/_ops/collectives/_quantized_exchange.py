@@ -24,15 +24,15 @@ from jax.sharding import PartitionSpec
 from ... import _config
 from ..._call import explain, plans
 from ..._call.derivatives import differentiated
+from ..._call.forms import Call, Form, Run
+from ..._call.plans import Arrays, Machine, Plan
 from ..._ranks import meshes
-from .._scaled import BLOCK, Scaled
+from .. import _wire
 from . import _quantized_sum, exchange, wire_report
 
 #: With fewer bytes that reach a rank data travel as they are, as in an all_reduce of fewer
 #: (kLeastWireBytes in cc/ops/all_reduce/all_reduce.h).
 LEAST_BYTES = 2 << 20
-#: Bytes of a block: its values, and its scale.
-_BLOCK_BYTES = BLOCK + 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +63,13 @@ class Way:
         return found
 
 
+def why_exact(nbytes: int) -> str | None:
+    """Why data of which so many bytes reach a rank travel as they are, or None."""
+    if nbytes >= LEAST_BYTES or _config.config.always:
+        return None
+    return f"exact: {nbytes} bytes reach a rank, for which a quantised wire does not pay"
+
+
 def all_gather(x: jax.Array, way: Way) -> jax.Array:
     """All ranks' x: [N, *x.shape]."""
     ranks, world = meshes.ranks_of(way.axis_name, way.groups)
@@ -77,9 +84,10 @@ def reduce_scatter(x: jax.Array, way: Way) -> jax.Array:
 def _run(op: str, f: Any, x: jax.Array, way: Way, size: int) -> jax.Array:
     """A call, as it is if its data are few."""
     wire = way.wire
-    small = size < LEAST_BYTES and not _config.config.always and not way.is_reference
-    if way.wire is not None and (small or x.size == 0):
-        why = f"exact: {size} bytes reach a rank, for which a quantised wire does not pay"
+    why = "exact: there are no data" if x.size == 0 else None
+    if not way.is_reference:
+        why = why or why_exact(size)
+    if wire is not None and why:
         way = dataclasses.replace(way, wire=None)
         (y,) = f(way, x)
         explain.note_once(op, (x,), (y,), plans.decomposed(why))
@@ -92,30 +100,42 @@ def _run(op: str, f: Any, x: jax.Array, way: Way, size: int) -> jax.Array:
     return y
 
 
-# ---- Bytes ---------------------------------------------------------------------------------------
+def gathered(x: jax.Array, way: Way) -> jax.Array:
+    """:func:`all_gather` as a step of another op: of any size, and in no report."""
+    (y,) = _gather(way if x.size else dataclasses.replace(way, wire=None), x)
+    return y
 
 
-def packed(rows: jax.Array, wire: str) -> jax.Array:
-    """Rows [..., n] of numbers as bytes: values of their blocks, and then the blocks' scales."""
-    *lead, size = rows.shape
-    blocks = jnp.pad(rows, [(0, 0)] * len(lead) + [(0, -size % BLOCK)])
-    quantized: Scaled = _quantized_sum.format_of(wire).quantize(blocks.reshape(*lead, -1, BLOCK))
-    values = lax.bitcast_convert_type(quantized.values, jnp.uint8).reshape(*lead, -1)
-    scales = lax.bitcast_convert_type(quantized.scale, jnp.uint8).reshape(*lead, -1)
-    return jnp.concatenate([values, scales], -1)
+def scattered(x: jax.Array, way: Way) -> jax.Array:
+    """:func:`reduce_scatter` as a step of another op: of any size, and in no report."""
+    (y,) = _scatter(way if x.size else dataclasses.replace(way, wire=None), x)
+    return y
 
 
-def unpacked(data: jax.Array, wire: str, size: int) -> jax.Array:
-    """The first `size` numbers of each row of :func:`packed`, float32."""
-    *lead, count = data.shape
-    blocks = count // _BLOCK_BYTES
-    values = data[..., : blocks * BLOCK].reshape(*lead, blocks, BLOCK)
-    scales = data[..., blocks * BLOCK :].reshape(*lead, blocks, 1, 4)
-    quantized = Scaled(
-        lax.bitcast_convert_type(values, jnp.dtype(wire)),
-        lax.bitcast_convert_type(scales, jnp.float32),
-    )
-    return quantized.dequantize().reshape(*lead, -1)[..., :size]
+def form(why: Callable[[Call, Machine], str | None], words: str, exact: Run, run: Run) -> Form[Run]:
+    """The form of an op that takes the calls with a wire: their parameters have `wire`. Where ranks
+    lie on several nodes it takes small ones alone.
+
+    Args:
+      why: a call is to travel as it is, or None.
+      words: what `run` does.
+      exact: (operands, params, plan) -> the results, without a wire.
+      run: the same with one.
+    """
+
+    def takes(call: Call, machine: Machine) -> Plan | None:
+        if call.params.wire is None:
+            return None
+        if reason := why(call, machine):
+            return dataclasses.replace(plans.decomposed(reason), config={"exact": 1})
+        if call.levels is not None:
+            return None
+        return plans.decomposed(f"{words} in {call.params.wire}")
+
+    def either(arrays: Arrays, params: Any, plan: Plan) -> Sequence[Any]:
+        return (exact if plan.config else run)(arrays, params, plan)
+
+    return Form(takes, either)
 
 
 # ---- With derivatives ----------------------------------------------------------------------------
@@ -128,9 +148,9 @@ def _gathered(way: Way, x: jax.Array) -> tuple[jax.Array]:
 
     def gather(x: jax.Array) -> jax.Array:
         # XLA may leave out the cast that made x.
-        sent = packed(lax.optimization_barrier(x).astype(jnp.float32).ravel(), wire)
+        sent = _wire.packed(lax.optimization_barrier(x).astype(jnp.float32).ravel(), wire)
         came = way.exchange("all_gather", sent, axis=0, to=way.to)
-        return unpacked(came, wire, x.size).reshape(-1, *x.shape).astype(x.dtype)
+        return _wire.unpacked(came, wire, x.size).reshape(-1, *x.shape).astype(x.dtype)
 
     same = way.to == "invarying" and meshes.tracks_vma(way.axis_name)
     return (_unsharded(gather, x, (world, *x.shape), lambda spec: (None, *spec), ranks, same),)
@@ -143,9 +163,9 @@ def _scattered(way: Way, x: jax.Array) -> tuple[jax.Array]:
 
     def scatter(x: jax.Array) -> jax.Array:
         own = lax.optimization_barrier(x).astype(jnp.float32).reshape(world, -1)
-        sent = packed(own, wire)
+        sent = _wire.packed(own, wire)
         came = way.exchange("all_to_all", sent, split_axis=0, concat_axis=0, tiled=True)
-        parts = unpacked(came, wire, own.shape[1])
+        parts = _wire.unpacked(came, wire, own.shape[1])
         total = _quantized_sum.sum_of_parts(own, parts, ranks)
         return total.reshape(x.shape[1:]).astype(x.dtype)
 

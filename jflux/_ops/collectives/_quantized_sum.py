@@ -26,53 +26,10 @@ from jax import lax
 
 from ..._call.derivatives import differentiated
 from ..._ranks import meshes
-from .. import _epilogue, _lax, _scaled
+from .. import _epilogue, _lax, _scaled, _wire
 from .._collective import Collective
-from .._recipe import Format
 from .._scaled import BLOCK, Scaled
 from .._two_level import sum_in_order
-
-#: The formats that data may travel in.
-WIRES = ("float8_e4m3fn", "int8")
-#: The types of x.
-DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
-
-
-def format_of(wire: str) -> Format:
-    """How blocks are quantised."""
-    return Format(wire, (1, BLOCK), power_of_two=False)
-
-
-def check(op: str, x: Any, wire: Any, grad_wire: Any, algorithm: str | None) -> None:
-    """Raises for formats that are none, and for what cannot travel in one.
-
-    Args:
-      x: a pytree.
-    """
-    for name, value in (("wire", wire), ("grad_wire", grad_wire)):
-        if value is not None and not (isinstance(value, str) and value in WIRES):
-            raise ValueError(
-                f"jflux.{op}: {name}={value!r} must be None or one of {', '.join(WIRES)}"
-            )
-    if wire is None and grad_wire is None:
-        return
-    if algorithm not in (None, "chunked"):
-        raise ValueError(
-            f"jflux.{op}: {algorithm=} sends data as they are; with wire or grad_wire it must be "
-            "None or 'chunked'"
-        )
-    for array in jax.tree.leaves(x):
-        dtype = jnp.result_type(array)
-        if dtype not in DTYPES:
-            names = ", ".join(t.name for t in DTYPES)
-            raise TypeError(
-                f"jflux.{op}: wire and grad_wire are for {names}, and x has an array of {dtype}"
-            )
-
-
-def shard_size(size: int, world: int) -> int:
-    """Elements of a rank's shard, of an array of so many."""
-    return BLOCK * -(-size // (world * BLOCK))
 
 
 def quantized_sum(x: jax.Array, ranks: Any, wire: str) -> jax.Array:
@@ -96,7 +53,7 @@ def _sum_of_blocks(x: jax.Array, ranks: Any, wire: str) -> jax.Array:
     world = lax.axis_size(names) if groups is None else len(groups[0])
     if x.size == 0:
         return Collective("all_reduce").lax(x.astype(jnp.float32), ranks)
-    form, shard = format_of(wire), shard_size(x.size, world)
+    form, shard = _wire.format_of(wire), _wire.shard_size(x.size, world)
     # XLA may leave out the cast that made x.
     flat = lax.optimization_barrier(x).astype(jnp.float32).ravel()
     padded = jnp.pad(flat, (0, world * shard - x.size))

@@ -22,13 +22,13 @@ from ..._call.plans import Arrays, Machine, Plan
 from ..._call.primitives import make_primitive
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
-from .. import _epilogue, _lax, _norm, _scaled, _two_level, _two_level_plan
+from .. import _epilogue, _lax, _norm, _scaled, _two_level, _two_level_plan, _wire
 from .._collective import Collective
 from .._recipe import Format
 from .._scaled import Scaled
 from .._spec import OpSpec
 from ..products import _product, _product_plan
-from . import _quantized_sum, _sum_epilogue, exchange, wire_report
+from . import _quantized_exchange, _quantized_sum, _sum_epilogue, exchange, wire_report
 from ._sum_epilogue import SumEpilogue
 
 OP = "all_reduce"
@@ -61,6 +61,9 @@ class Params:
     def without_epilogue(self) -> Params:
         """The sum alone."""
         return dataclasses.replace(self, epilogue=SumEpilogue())
+
+    def without_wire(self) -> Params:
+        return dataclasses.replace(self, wire=None)
 
     def of_derivative(self) -> Params:
         """The sum of tangents or cotangents."""
@@ -190,7 +193,7 @@ def all_reduce(
         raise ValueError(
             f"jflux.all_reduce: {algorithm=} must be None or one of {', '.join(ALGORITHMS)}"
         )
-    _quantized_sum.check(OP, x, wire, grad_wire, algorithm)
+    _wire.check(OP, x, wire, grad_wire, algorithm)
     if residual is not None or norm is not None or quantize is not None:
         x = jnp.asarray(x)
         x = x.astype(jnp.int32) if x.dtype == bool else x  # as lax.psum
@@ -228,7 +231,7 @@ def _call(params: Params, x: jax.Array, added: Sequence[jax.Array] = ()) -> list
     """:func:`bind`, of which :func:`jflux.wire_report` is told."""
     results = bind(params, x, added)
     if params.wire is not None and wire_report.is_wanted():
-        exact, *_ = bind(dataclasses.replace(params, wire=None, grad_wire=None), x, added)
+        exact, *_ = bind(params.without_wire(), x, added)
         wire_report.note(OP, x, params.wire, results[0], exact, params.world)
     return results
 
@@ -249,7 +252,7 @@ def reference(
     `lax.psum` takes will do, the algorithm does not matter, and the sum is rounded to x's type
     before a residual is added. With `wire` it is quantised at any size, and rounded after a
     residual of x's type has been added, as in the kernel."""
-    _quantized_sum.check(f"reference.{OP}", x, wire, grad_wire, None)
+    _wire.check(f"reference.{OP}", x, wire, grad_wire, None)
     del algorithm
     added = [] if residual is None else [residual]
     if wire is None and grad_wire is None:
@@ -385,21 +388,22 @@ def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
 
 def _exact_instead(x: Any, params: Params, machine: Machine) -> Params | None:
     """The call without its wire, if that is faster and the wire was not asked for at any size."""
-    if params.wire is None or params.algorithm or _product_plan.why_kernel(params):
+    if params.wire is None or params.algorithm:
         return None
-    if not _native_plan(x, params, machine, None).get("exact"):
+    why = why_exact(x, params, machine)
+    return None if why is None else params.prepared_by(why, wire=None)
+
+
+def why_exact(x: Any, params: Params, machine: Machine) -> str | None:
+    """Why a sum of such an x travels as it is, whatever its wire, or None."""
+    if _product_plan.why_kernel(params) or not _native_plan(x, params, machine, None).get("exact"):
         return None
-    return params.prepared_by(
-        f"exact: {x.size * x.dtype.itemsize} bytes, for which a quantised wire does not pay",
-        wire=None,
-    )
+    return f"exact: {x.size * x.dtype.itemsize} bytes, for which a quantised wire does not pay"
 
 
 def _takes_in_nodes(call: Call, machine: Machine) -> Plan | WhyNot:
-    """Whether the call is summed over two levels."""
-    if call.params.wire is not None:
-        return WhyNot("data travel between nodes as they are", unsupported=True)
-    return _takes(call, machine)
+    """Whether the call is summed over two levels: inside nodes data travel as they are."""
+    return _takes(dataclasses.replace(call, params=call.params.without_wire()), machine)
 
 
 def _plan_two_level(call: Call) -> Plan:
@@ -412,7 +416,15 @@ def _plan_two_level(call: Call) -> Plan:
         or more < _two_level_plan.INSIDE_LATENCY * _two_level_plan.NODE_BYTES_PER_SECOND
     )
     steps = "inside nodes and then between them" if whole else "scattered inside nodes between"
-    return _two_level_plan.two_level(levels, f"summed {steps}", whole=int(whole))
+    config = {"whole": int(whole)}
+    if params.wire is not None:
+        # There is no native plan of a sum between nodes.
+        exact = (
+            None if params.algorithm else _quantized_exchange.why_exact(x.size * x.dtype.itemsize)
+        )
+        steps += f"; {exact}" if exact else f", there in {params.wire}"
+        config["exact"] = int(exact is not None)
+    return _two_level_plan.two_level(levels, f"summed {steps}", **config)
 
 
 def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
@@ -420,10 +432,10 @@ def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     levels = _two_level_plan.levels_of(plan)
     epilogue, names = params.epilogue, (levels.inside,)
     residual = [a.ravel() for a in added[: epilogue.residual]]
-    transfers = _two_level.Transfers(levels)
+    transfers = _two_level.Transfers(levels, None if plan.config.get("exact") else params.wire)
     if plan.config["whole"]:
         inside = dataclasses.replace(
-            params.without_epilogue(), axis_names=names, world=levels.local
+            params.without_epilogue().without_wire(), axis_names=names, world=levels.local
         )
         y = transfers.sum(bind(inside, x)[0].ravel(), residual)
     else:

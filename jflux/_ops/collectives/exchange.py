@@ -22,12 +22,12 @@ from ..._call.plans import Arrays, Machine, Plan
 from ..._call.primitives import make_primitive
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
-from .. import _lax, _two_level, _two_level_plan
+from .. import _lax, _two_level, _two_level_plan, _wire
 from .._collective import Collective, Kind
 from .._collective import axis as normalize
 from .._spec import OpSpec
 from ..products import _product, _product_plan
-from . import _quantized_exchange, _quantized_sum
+from . import _quantized_exchange
 
 #: Up to so many bytes that reach a rank travel in LL packets: for an all-to-all of more than two
 #: ranks, half of that. Up to MOST_BYTES they travel in chunks (more than two ranks: half of that),
@@ -288,7 +288,7 @@ def _way(
     to: str = "varying",
 ) -> _quantized_exchange.Way | None:
     """How data of a call travel, if any are quantised."""
-    _quantized_sum.check(op, x, wire, grad_wire, None)
+    _wire.check(op, x, wire, grad_wire, None)
     if wire is None and grad_wire is None:
         return None
     if to == "reduced":
@@ -296,6 +296,15 @@ def _way(
     named = meshes.as_tuple(axis_name)
     of = None if groups is None else tuple(map(tuple, groups))
     return _quantized_exchange.Way(named, of, to, wire, grad_wire, is_reference)
+
+
+def quantized(op: Kind, x: jax.Array, at: int, way: _quantized_exchange.Way) -> jax.Array:
+    """An all_gather or reduce_scatter along a dimension (``tiled=True``) as a step of another op,
+    whose data travel as `way` says, of any size."""
+    if op == "all_gather":
+        return _along(at, True, _quantized_exchange.gathered(x, way))
+    _, world = meshes.ranks_of(way.axis_name, way.groups)
+    return _quantized_exchange.scattered(_parts(at, True, x, world), way)
 
 
 def _along(at: int, tiled: bool, y: jax.Array) -> jax.Array:

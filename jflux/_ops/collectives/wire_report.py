@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +14,8 @@ from jax import lax
 
 from ... import _config
 from ..._call import explain
+from .. import _wire
 from .._scaled import BLOCK
-from . import _quantized_sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +23,11 @@ class WireCall:
     """Equal calls of a program, of all ranks and all times that they ran.
 
     Attributes:
-      op, operand, wire, line: which call: its operand's type and where it is in the program.
+      op, operand, wire, line: which call: its operands' types and where it is in the program.
       times: how often a rank ran it.
       error: of the results, relative, root mean square: |y - exact| / |exact|.
-      flushed: the share of the operands' numbers, other than zeros, that became zeros.
+      flushed: the share of the numbers that a rank quantises first, other than zeros, that became
+        zeros: those of the operand, and of a product those of its sums.
       not_finite: how many numbers of the results are not finite where the exact ones are.
     """
 
@@ -122,15 +123,28 @@ def is_wanted() -> bool:
     return _config.config.current().wires is not None
 
 
-def note(op: str, x: jax.Array, wire: str, y: jax.Array, exact: jax.Array, ranks: int) -> None:
-    """Notes one rank's call, of operand x, with the result y and what it is without a wire."""
+def note(
+    op: str,
+    x: jax.Array,
+    wire: str,
+    y: jax.Array,
+    exact: jax.Array,
+    ranks: int,
+    operands: Sequence[jax.Array] | None = None,
+) -> None:
+    """Notes one rank's call, with the result y and what it is without a wire.
+
+    Args:
+      x: what is quantised first.
+      operands: of the call; by default x.
+    """
     recorder = _config.config.current().wires
-    key = (op, explain.describe([x]), wire, explain.line_now())
+    key = (op, explain.describe([x] if operands is None else operands), wire, explain.line_now())
     recorder.expect(key)
     x, y, exact = (lax.stop_gradient(a).astype(jnp.float32) for a in (x, y, exact))
     flat = x.ravel()
     blocks = jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
-    values = _quantized_sum.format_of(wire).quantize(blocks).dequantize()
+    values = _wire.format_of(wire).quantize(blocks).dequantize()
     counts = jnp.isfinite(y) & jnp.isfinite(exact)
     sums = [
         jnp.sum(jnp.where(counts, y - exact, 0) ** 2),
