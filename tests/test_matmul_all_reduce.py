@@ -37,7 +37,7 @@ def way(request, monkeypatch):
         divides = call.arrays[0].shape[0] % call.params.world == 0
         return plans.decomposed("this test asks for it") if divides else None
 
-    _, _, form, last = matmul_all_reduce._op.forms
+    *_, form, last = matmul_all_reduce._op.forms
     op = dataclasses.replace(
         matmul_all_reduce._op, forms=(dataclasses.replace(form, takes=scattered), last)
     )

@@ -75,6 +75,7 @@ class _Params:
       biased: which of the results have a bias.
       kept_as: the name of what is kept of x.
       reference: in plain `lax`.
+      wire: that the product travels in; None: as it is.
     """
 
     op: str
@@ -92,6 +93,7 @@ class _Params:
     precision: Any
     kept_as: str
     reference: bool
+    wire: str | None = None
 
     @property
     def moves_product(self) -> bool:
@@ -129,6 +131,7 @@ def product(
     gated: bool = False,
     kept_as: str = QUANTIZED,
     reference: bool = False,
+    wire: str | None = None,
     **options: Any,
 ) -> Any:
     """y of an op, of one rank's operands that were checked.
@@ -137,6 +140,7 @@ def product(
       x, w: arrays, or several; each may be quantised.
       out: y's type.
       bias: for each result; None for none.
+      wire: of the op; gradients travel in 8 bits anyway.
       options: the op's axis and dimensions.
     """
     xs, ws = several(x), several(w)
@@ -177,6 +181,7 @@ def product(
         precision=recipe.precision if precision is None else precision,
         kept_as=kept_as,
         reference=reference,
+        wire=wire,
     )
     # Their gradients are summed over ranks that share them in this type.
     wide = _epilogue.sum_dtype(params.out)
@@ -264,6 +269,8 @@ def _made(operands: Sequence[Any], params: _Params) -> tuple[Sequence[Any], Any]
         options["bias"] = each[0] if params.op == "matmul_reduce_scatter" else each
     if residual:
         options["residual"] = residual[0]
+    if params.wire is not None:
+        options["wire"] = params.wire
     ys, moved = _multiply(
         params.op,
         [

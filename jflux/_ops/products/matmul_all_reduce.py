@@ -25,12 +25,19 @@ from ..._call.plans import Arrays, Machine, Plan
 from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
-from .. import _lax, _norm, _recipe, _scaled, _two_level, _two_level_plan
+from .. import _epilogue, _lax, _norm, _recipe, _scaled, _two_level, _two_level_plan, _wire
 from .._collective import Collective
 from .._recipe import AnyRecipe, Format, Weight
 from .._scaled import Operand, Scaled, Scales
 from .._spec import Layout, OpSpec, all_ops
-from ..collectives import _sum_epilogue, all_reduce, exchange
+from ..collectives import (
+    _quantized_exchange,
+    _quantized_sum,
+    _sum_epilogue,
+    all_reduce,
+    exchange,
+    wire_report,
+)
 from . import _product, _product_plan
 from .matmul import matmul, of_kernels
 
@@ -67,6 +74,17 @@ class Params:
     scales: Scales = Scales.NONE
     prepared: str | None = None
 
+    def without_wire(self) -> Params:
+        return dataclasses.replace(self, sums=dataclasses.replace(self.sums, wire=None))
+
+    def wide(self) -> Params:
+        """The product whose sums are quantised."""
+        return dataclasses.replace(self, out_dtype=np.dtype(_epilogue.sum_dtype(self.out_dtype)))
+
+    @property
+    def wire(self) -> str | None:
+        return self.sums.wire
+
     @property
     def axis_names(self) -> tuple[Any, ...]:
         return self.sums.axis_names
@@ -80,6 +98,8 @@ class Options(_product.Options, total=False):
     """Arguments on which the type of the result does not depend."""
 
     residual: jax.Array | None
+    wire: str | None
+    grad_wire: str | None
 
 
 @overload
@@ -126,6 +146,8 @@ def matmul_all_reduce(
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
     recipe: AnyRecipe | None = None,
+    wire: str | None = None,
+    grad_wire: str | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -169,6 +191,14 @@ def matmul_all_reduce(
       precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
       recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
         quantised, and what gradients need; w may be already, by `Recipe.quantize_weight`.
+      wire: "float8_e4m3fn" or "int8": what travels is quantised, as in :func:`jflux.all_reduce`; y
+        is bfloat16, float16 or float32. It is a product, whose sums in float32 are quantised (by a
+        recipe those in y's type), and that sum over ranks: all have the same bits of y, which is
+        rounded once, after a residual of its type. Where ranks lie on several nodes, only what
+        these send each other is quantised. Below the size from which it pays the call is as
+        without, which :func:`jflux.explain` says, unless ``jflux.config(always=True)``.
+      grad_wire: likewise, of the sums of tangents and cotangents, which are exact by default
+        (straight through).
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
         what its type says (explicit sharding), or not at all. The axis is added at the last
@@ -199,7 +229,8 @@ def matmul_all_reduce(
     if results := _sum_epilogue.quantized_after(
         matmul_all_reduce, quantize, x, w, axis_name=axis_name, transpose_rhs=transpose_rhs,
         residual=residual, norm=norm, preferred_element_type=preferred_element_type,
-        precision=precision, recipe=recipe, mesh=mesh, x_spec=x_spec,
+        precision=precision, recipe=recipe, wire=wire, grad_wire=grad_wire, mesh=mesh,
+        x_spec=x_spec,
     ):  # fmt: skip
         return results
     if not meshes.is_bound(axis_name):
@@ -207,34 +238,46 @@ def matmul_all_reduce(
             matmul_all_reduce, x, w, residual, norm, quantize, mesh=mesh, x_spec=x_spec,
             axis_name=axis_name, transpose_rhs=transpose_rhs,
             preferred_element_type=preferred_element_type, precision=precision, recipe=recipe,
+            wire=wire, grad_wire=grad_wire,
         )  # fmt: skip
     layout = SPEC.layout(x.ndim, transpose_rhs=transpose_rhs)
     _product.check_contraction(OP, x, w, layout, axis_name, transpose_rhs=transpose_rhs)
+    out = _product.out_dtype(OP, (x, w), preferred_element_type, precision)
+    _wire.check(OP, jax.ShapeDtypeStruct((), out), wire, grad_wire, what="y is")
     if recipe is not None:
         partial = matmul(
             x, w, transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
             precision=precision, recipe=recipe,
         )  # fmt: skip
         return all_reduce.all_reduce(
-            partial, axis_name=axis_name, residual=residual, norm=norm, quantize=quantize
-        )
+            partial, axis_name=axis_name, residual=residual, norm=norm, quantize=quantize,
+            wire=wire, grad_wire=grad_wire,
+        )  # fmt: skip
     no_kernel, scales, arrays = _scaled.for_kernel(x, w, transpose_rhs)
     if _product.is_for_lax(OP, axis_name, x, w, residual, no_kernel=no_kernel):
         return reference(
             x, w, axis_name=axis_name, transpose_rhs=transpose_rhs, residual=residual, norm=norm,
             quantize=quantize, preferred_element_type=preferred_element_type, precision=precision,
+            wire=wire, grad_wire=grad_wire,
         )  # fmt: skip
     names = meshes.as_tuple(axis_name)
     epilogue, added = _sum_epilogue.operands(OP, names, residual, norm, quantize)
+    world = meshes.axis_size(names)
     params = Params(
-        sums=all_reduce.Params(names, meshes.axis_size(names), None, epilogue),
+        sums=all_reduce.Params(names, world, None, epilogue, wire=wire, grad_wire=grad_wire),
         transpose_rhs=transpose_rhs,
-        out_dtype=_product.out_dtype(OP, (x, w), preferred_element_type, precision),
+        out_dtype=out,
         precision=precision,
         scales=scales,
     )
     _product.warn_if_same(OP, axis_name, "x", *arrays[:2])
-    results = _over_rows(params, _product.constant_if_whole(params.out_dtype, *arrays, *added))
+    operands = _product.constant_if_whole(params.out_dtype, *arrays, *added)
+    results = _over_rows(params, operands)
+    if wire is not None and wire_report.is_wanted():
+        exact, *_ = _over_rows(params.without_wire(), operands)
+        one, weight, of_scales, _ = _split(operands, params)
+        partial = of_kernels(one, weight, of_scales, params.wide())
+        wire_report.note(OP, partial, wire, results[0], exact, world, (one, weight))
     return epilogue.of_call(results)
 
 
@@ -250,6 +293,8 @@ def reference(
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
     recipe: AnyRecipe | None = None,
+    wire: str | None = None,
+    grad_wire: str | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -257,11 +302,13 @@ def reference(
 
     Arguments, results and the use on global arrays are those of
     :func:`jflux.matmul_all_reduce`; partial products are rounded
-    to y's type before they are summed, and the sum before a residual is added."""
+    to y's type before they are summed, and the sum before a residual is added. With `wire` sums in
+    float32 are quantised, at any size, and y is rounded as in :func:`jflux.matmul_all_reduce`."""
     if results := _sum_epilogue.quantized_after(
         reference, quantize, x, w, axis_name=axis_name, transpose_rhs=transpose_rhs,
         residual=residual, norm=norm, preferred_element_type=preferred_element_type,
-        precision=precision, recipe=recipe, mesh=mesh, x_spec=x_spec,
+        precision=precision, recipe=recipe, wire=wire, grad_wire=grad_wire, mesh=mesh,
+        x_spec=x_spec,
     ):  # fmt: skip
         return results
     recipe = _recipe.of_call(f"reference.{OP}", recipe, x, w, transpose_rhs)
@@ -271,17 +318,31 @@ def reference(
             reference, x, w, residual, norm, quantize, mesh=mesh, x_spec=x_spec,
             axis_name=axis_name, transpose_rhs=transpose_rhs,
             preferred_element_type=preferred_element_type, precision=precision, recipe=recipe,
+            wire=wire, grad_wire=grad_wire,
         )  # fmt: skip
+    out = _product.out_dtype(OP, (x, w), preferred_element_type, precision)
+    _wire.check(f"reference.{OP}", jax.ShapeDtypeStruct((), out), wire, grad_wire, what="y is")
     if recipe is not None:
         partial = matmul(
             x, w, transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
             precision=precision, recipe=recipe,
         )  # fmt: skip
+        wide = None
     else:
-        partial = _lax.matmul(x, w, preferred_element_type, precision, transpose_rhs)
-    return all_reduce.reference(
-        partial, axis_name=axis_name, residual=residual, norm=norm, quantize=quantize
-    )
+        wide = None if wire is None else _epilogue.sum_dtype(out)
+        of = preferred_element_type if wide is None else wide
+        partial = _lax.matmul(x, w, of, precision, transpose_rhs)
+    sums: dict[str, Any] = {"axis_name": axis_name, "wire": wire, "grad_wire": grad_wire}
+    if wide is None:
+        return all_reduce.reference(
+            partial, residual=residual, norm=norm, quantize=quantize, **sums
+        )
+    y = all_reduce.reference(partial, **sums)
+    y = _quantized_sum.rounded(y, out, [] if residual is None else [residual])
+    if norm is None:
+        return y
+    normalised = _norm.apply(norm.name, norm.epsilon, y, *norm.factors)
+    return y, normalised if quantize is None else quantize.quantize(normalised)
 
 
 def _communication(ndim: int, **_: Any) -> Collective:
@@ -387,15 +448,42 @@ def _result(arrays: Arrays, params: Params) -> list[Any]:
 
 def _reference(arrays: Arrays, params: Params) -> list[Any]:
     x, w, scales, added = _split(arrays, params)
+    if params.wire is not None:
+        partial = _lax.product(x, w, scales, params.wide())
+        y = _quantized_sum.quantized_sum(partial, params.axis_names, params.wire)
+        return _rounded(params, y, added)
     partial = _lax.product(x, w, scales, params)
     y = Collective("all_reduce").lax(partial, params.axis_names)
     return _sum_epilogue.apply(params.sums.epilogue, y, added)
 
 
+def _rounded(params: Params, y: jax.Array, added: Sequence[jax.Array]) -> list[Any]:
+    """The results, of a sum in float32."""
+    epilogue = params.sums.epilogue
+    y = _quantized_sum.rounded(y, params.out_dtype, added[: epilogue.residual])
+    rest = dataclasses.replace(epilogue, residual=False)
+    return _sum_epilogue.apply(rest, y, epilogue.factors(added))
+
+
 def _product_and_sum(arrays: Arrays, params: Params, plan: Plan | None = None) -> list[Any]:
     """The product, and its sum over the ranks, which has a plan of its own."""
     x, w, scales, added = _split(arrays, params)
+    if params.wire is not None:
+        (y,) = all_reduce.bind(
+            params.sums.without_epilogue(), of_kernels(x, w, scales, params.wide())
+        )
+        return _rounded(params, y, added)
     return all_reduce.bind(params.sums, of_kernels(x, w, scales, params), added)
+
+
+def _why_exact(call: Call, machine: Machine) -> str | None:
+    ((shape, dtype), *_) = _result(call.arrays, call.params)
+    y = jax.ShapeDtypeStruct(shape, dtype)
+    return all_reduce.why_exact(y, call.params.sums, machine)
+
+
+def _without_wire(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
+    return _primitive.bind(*arrays, params=params.without_wire())
 
 
 def _scattered_and_gathered(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
@@ -452,7 +540,7 @@ def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     x, w, *added = arrays
     levels = _two_level_plan.levels_of(plan)
     epilogue, names, local = params.sums.epilogue, (levels.inside,), levels.local
-    chunks, transfers = plan.config["chunks"], _two_level.Transfers(levels)
+    chunks, transfers = plan.config["chunks"], _two_level.Transfers(levels, params.wire)
     scatter = all_ops()[SCATTER].call
     gathered = []
     for chunk in range(chunks):
@@ -626,7 +714,8 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     def together(*operands: Any) -> list[Any]:
         return _product_and_sum(operands, params)
 
-    if params.scales:
+    # A block of a wire has elements of one call of the batch only.
+    if params.scales or not params.sums.is_exact:
         return jax.vmap(together, in_axes=tuple(dims))(*operands), [0] * results
     bind = functools.partial(primitive.bind, params=params)
     x, w, *added = operands
@@ -661,6 +750,9 @@ _op = Op(
     result_shapes=_result,
     reference=_reference,
     forms=(
+        _quantized_exchange.form(
+            _why_exact, "a product in float32, and an all_reduce", _without_wire, _product_and_sum
+        ),
         forms.kernel(_takes, _attributes, canonical=_canonical),
         Form(_two_level_plan.over_nodes(_plan_two_level), _two_level_form),
         Form(_takes_scattered, _scattered_and_gathered),

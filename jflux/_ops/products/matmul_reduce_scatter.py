@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,21 +18,22 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from ..._call.derivatives import Derivatives, differentiate, not_linear, spread
-from ..._call.forms import Op
+from ..._call.forms import TRACED, Call, Op
 from ..._call.plans import Arrays, Machine, Plan
 from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
 from ..._ranks.meshes import AxisName
 from ..._ranks.node_levels import Levels
-from .. import _epilogue, _lax, _recipe, _scaled, _two_level, _two_level_plan
+from .. import _epilogue, _lax, _recipe, _scaled, _two_level, _two_level_plan, _wire
 from .._collective import Collective, axis
 from .._lax import several
 from .._recipe import AnyRecipe, Weight
 from .._scaled import Operand, Scaled, Scales
 from .._spec import Layout, OpSpec, all_ops
-from ..collectives import exchange
+from ..collectives import _quantized_exchange, exchange, wire_report
 from . import _by_recipe, _product, _product_plan
 from .all_gather_matmul import GATHERED
+from .matmul import of_kernels
 
 OP = "matmul_reduce_scatter"
 
@@ -49,6 +50,7 @@ class Params:
       added: which of ("bias", "residual") are added to what is scattered, in this order.
       scales: of a rank's product: the last two operands are that of x's rows and that
         of w's columns (`_scaled.of_rows`, `_scaled.of_columns`).
+      wire, grad_wire: formats that data travel in, and those of derivatives; None: as they are.
     """
 
     axis_names: tuple[Any, ...]
@@ -60,6 +62,11 @@ class Params:
     added: tuple[str, ...] = ()
     scales: Scales = Scales.NONE
     prepared: str | None = None
+    wire: str | None = None
+    grad_wire: str | None = None
+
+    def without_wire(self) -> Params:
+        return dataclasses.replace(self, wire=None)
 
 
 @meshes.axis_by_name
@@ -75,6 +82,8 @@ def matmul_reduce_scatter(
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
     recipe: AnyRecipe | None = None,
+    wire: str | None = None,
+    grad_wire: str | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> jax.Array:
@@ -122,6 +131,16 @@ def matmul_reduce_scatter(
         floats "highest" leaves out kernels that sum with fewer bits.
       recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
         quantised, and what gradients need; w may be already, by `Recipe.quantize_weight`.
+      wire: "float8_e4m3fn" or "int8": what travels is quantised, as in
+        :func:`jflux.reduce_scatter`; y is bfloat16, float16 or float32. It is a product whose sums
+        in float32 are quantised, and that exchange: the others' parts are added as they were
+        quantised, the rank's own as it is, with `bias` and `residual`, and y is rounded once.
+        Nothing of it is hidden in the product. Where ranks lie on several nodes, nodes sum as
+        without a wire, and what they send each other is quantised alone. With less than 2 MiB that
+        reach a rank the call is as without, which :func:`jflux.explain` says, unless
+        ``jflux.config(always=True)``.
+      grad_wire: likewise, of what derivatives send, which is exact by default (straight through):
+        of the dy that is gathered, and of tangents. By a recipe dy travels in 8 bits anyway.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
         what its type says (explicit sharding), or not at all. The axis is added at the last
@@ -161,6 +180,7 @@ def matmul_reduce_scatter(
             matmul_reduce_scatter, x, w, bias, residual, mesh=mesh, x_spec=x_spec,
             axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
             preferred_element_type=preferred_element_type, precision=precision, recipe=recipe,
+            wire=wire, grad_wire=grad_wire,
         )  # fmt: skip
     layout = SPEC.layout(xs[0].ndim, scatter_dimension=dimension, transpose_rhs=transpose_rhs)
     for one, weight in zip(xs, ws, strict=True):
@@ -173,6 +193,7 @@ def matmul_reduce_scatter(
             f"divide; x has shape {xs[0].shape}"
         )
     out = _product.out_dtype(OP, (*xs, *ws), preferred_element_type, precision)
+    _wire.check(OP, jax.ShapeDtypeStruct((), out), wire, grad_wire, what="y is")
     if recipe is not None:
         shape = [*xs[0].shape[:-1], _product.columns(ws[0], transpose_rhs)]
         shape[dimension] //= world
@@ -180,6 +201,7 @@ def matmul_reduce_scatter(
         return _by_recipe.product(
             OP, x, w, recipe=recipe, axis_name=axis_name, scatter_dimension=dimension,
             transpose_rhs=transpose_rhs, bias=bias, residual=residual, out=out, precision=precision,
+            wire=wire,
         )  # fmt: skip
     no_kernel, scales = None, Scales.NONE
     if isinstance(xs[0], Scaled):
@@ -190,7 +212,7 @@ def matmul_reduce_scatter(
         return reference(
             x, w, axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
             bias=bias, residual=residual, preferred_element_type=preferred_element_type,
-            precision=precision,
+            precision=precision, wire=wire, grad_wire=grad_wire,
         )  # fmt: skip
     if bias is not None:  # its gradient is summed over ranks in this type
         bias = jnp.asarray(bias).astype(_epilogue.sum_dtype(out))
@@ -213,6 +235,8 @@ def matmul_reduce_scatter(
         transpose_rhs=transpose_rhs,
         out_dtype=out,
         precision=precision,
+        wire=wire,
+        grad_wire=grad_wire,
     )
     ((shape, _),) = _result_shapes((*xs, *ws, *added), params)
     _epilogue.check_added(OP, shape, bias, residual)
@@ -221,7 +245,12 @@ def matmul_reduce_scatter(
         zeros = _product.zeros(shape, out, *xs, *ws, over=axis_name)
         return _epilogue.add(zeros, added[: len(params.added)])
     xs, ws = zip(*terms, strict=True)
-    (y,) = _primitive.bind(*xs, *ws, *added, params=params)
+    operands = (*xs, *ws, *added)
+    (y,) = _primitive.bind(*operands, params=params)
+    if wire is not None and wire_report.is_wanted():
+        partial = _wide_product(operands, params)
+        (exact,) = _primitive.bind(*operands, params=params.without_wire())
+        wire_report.note(OP, partial, wire, y, exact, world, (*xs, *ws))
     return y
 
 
@@ -237,6 +266,8 @@ def reference(
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
     recipe: AnyRecipe | None = None,
+    wire: str | None = None,
+    grad_wire: str | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> jax.Array:
@@ -244,7 +275,8 @@ def reference(
 
     Arguments, results and the use on global arrays are those of
     :func:`jflux.matmul_reduce_scatter`; any type that `lax.dot_general` takes will do, and partial
-    products are rounded to y's type before they are summed. Errors are `lax`'s.
+    products are rounded to y's type before they are summed. With `wire` sums in float32 are
+    quantised, at any size. Errors are `lax`'s.
     """
     recipe = _recipe.of_call(f"reference.{OP}", recipe, x, w, transpose_rhs)
     x, w = _scaled.of_product(f"reference.{OP}", x, w)
@@ -253,18 +285,29 @@ def reference(
             reference, x, w, bias, residual, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
             scatter_dimension=scatter_dimension, transpose_rhs=transpose_rhs,
             preferred_element_type=preferred_element_type, precision=precision, recipe=recipe,
+            wire=wire, grad_wire=grad_wire,
         )  # fmt: skip
     xs, ws = several(x), several(w)
+    out = _product.out_dtype(OP, (*xs, *ws), preferred_element_type, precision)
+    _wire.check(f"reference.{OP}", jax.ShapeDtypeStruct((), out), wire, grad_wire, what="y is")
     if recipe is not None:
         return _by_recipe.product(
             OP, x, w, recipe=recipe, axis_name=axis_name, bias=bias, residual=residual,
             scatter_dimension=axis(scatter_dimension, xs[0].ndim), transpose_rhs=transpose_rhs,
-            out=_product.out_dtype(OP, (*xs, *ws), preferred_element_type, precision),
-            precision=precision, reference=True,
+            out=out, precision=precision, reference=True, wire=wire,
         )  # fmt: skip
-    partial = _lax.sum_of_products(xs, ws, preferred_element_type, precision, transpose_rhs)
-    y = _communication(xs[0].ndim, scatter_dimension).lax(partial, axis_name)
-    return _epilogue.add(y, [a for a in (bias, residual) if a is not None])
+    added = [a for a in (bias, residual) if a is not None]
+    if wire is None and grad_wire is None:
+        partial = _lax.sum_of_products(xs, ws, preferred_element_type, precision, transpose_rhs)
+        y = _communication(xs[0].ndim, scatter_dimension).lax(partial, axis_name)
+        return _epilogue.add(y, added)
+    wide = out if wire is None else _epilogue.sum_dtype(out)
+    partial = _lax.sum_of_products(xs, ws, wide, precision, transpose_rhs)
+    y = exchange.reduce_scatter_reference(
+        partial, axis_name=axis_name, scatter_dimension=scatter_dimension, tiled=True, wire=wire,
+        grad_wire=grad_wire,
+    )  # fmt: skip
+    return _epilogue.add(y, added).astype(out)
 
 
 def _communication(ndim: int, scatter_dimension: int = -2, **_: Any) -> Collective:
@@ -323,7 +366,7 @@ def _tangents(kept: Any, tangents: Sequence[Any], params: Params) -> list[Any]:
         ((shape, dtype),) = _result_shapes((*xs, *ws, *dadded), params)
         return [_epilogue.add(_product.zeros(shape, dtype, xs[0]), list(given.values()))]
     xs, ws = zip(*terms, strict=True)
-    changed = dataclasses.replace(params, added=tuple(given))
+    changed = dataclasses.replace(params, added=tuple(given), wire=params.grad_wire)
     return _primitive.bind(*xs, *ws, *given.values(), params=changed)
 
 
@@ -345,17 +388,25 @@ def _backward(
     results = (("y",) if multiplied else ()) + (("gathered",) if gathers else ())
     if not results:
         return [*x_types, *w_types, *dadded]
-    found = all_ops()["all_gather_matmul"].call(
-        _lax.rounded(own_dy, like),
-        tuple(multiplied),
-        axis_names=params.axis_names,
-        world=params.world,
-        dimension=params.scatter_dimension,
-        transpose_rhs=not params.transpose_rhs,
-        dtype=like.dtype,
-        precision=params.precision,
-        results=results,
-    )
+    own_dy = _lax.rounded(own_dy, like)
+    if params.grad_wire and not _quantized_exchange.why_exact(params.world * _bytes(own_dy)):
+        way = _way(params, params.grad_wire, params.grad_wire)
+        dy = exchange.quantized("all_gather", own_dy, params.scatter_dimension, way)
+        turned = not params.transpose_rhs
+        found = [_lax.matmul(dy, w, like.dtype, params.precision, turned) for w in multiplied]
+        found += [dy] if gathers else []
+    else:
+        found = all_ops()["all_gather_matmul"].call(
+            own_dy,
+            tuple(multiplied),
+            axis_names=params.axis_names,
+            world=params.world,
+            dimension=params.scatter_dimension,
+            transpose_rhs=not params.transpose_rhs,
+            dtype=like.dtype,
+            precision=params.precision,
+            results=results,
+        )
     dxs = spread(found[: len(multiplied)], [x is not None for x in x_types])
     if not gathers:
         return [*dxs, *w_types, *dadded]
@@ -445,6 +496,56 @@ def _scaled_product(operands: Sequence[Any], params: Params) -> Any:
     return _lax.product(x, w, _scales(operands, params), params)
 
 
+def _wide_product(operands: Sequence[Any], params: Params) -> jax.Array:
+    """A rank's product for a wire, in the type that it is summed in."""
+    xs, ws, _ = _terms(operands, params)
+    x, w = _lax.end_to_end(xs, ws, params.transpose_rhs)
+    wide = dataclasses.replace(params, out_dtype=_epilogue.sum_dtype(params.out_dtype))
+    return of_kernels(x, w, _scales(operands, params), wide)
+
+
+def _way(
+    params: Params, wire: str | None, grad_wire: str | None = None, is_reference: bool = False
+) -> _quantized_exchange.Way:
+    return _quantized_exchange.Way(
+        params.axis_names, None, wire=wire, grad_wire=grad_wire, is_reference=is_reference
+    )
+
+
+def _quantized(arrays: Arrays, params: Params, is_reference: bool = False) -> list[Any]:
+    """A product, and its sum over the ranks in a wire."""
+    _, _, added = _terms(arrays, params)
+    partial = _wide_product(arrays, params)
+    way = _way(params, params.wire, is_reference=is_reference)
+    y = exchange.quantized("reduce_scatter", partial, params.scatter_dimension, way)
+    return [_epilogue.add(y, added).astype(params.out_dtype)]
+
+
+def _bytes(y: Any) -> int:
+    return math.prod(y.shape) * y.dtype.itemsize
+
+
+def _why_exact(call: Call, machine: Machine) -> str | None:
+    ((shape, dtype),) = _result_shapes(call.arrays, call.params)
+    nbytes = call.params.world * _bytes(jax.ShapeDtypeStruct(shape, dtype))
+    return _quantized_exchange.why_exact(nbytes)
+
+
+def _in_batch(params: Params) -> Callable[..., list[Any]]:
+    """One call with a wire of a batch, whose size decides."""
+
+    def one(*operands: Any) -> list[Any]:
+        if _why_exact(Call(operands, params), TRACED):
+            return _without_wire(operands, params)
+        return _quantized(operands, params)
+
+    return one
+
+
+def _without_wire(arrays: Arrays, params: Params, plan: Plan | None = None) -> list[Any]:
+    return _primitive.bind(*arrays, params=params.without_wire())
+
+
 def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
     operands = arrays
     (x, *_), (w, *_), _ = _terms(operands, params)
@@ -455,6 +556,8 @@ def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
 
 def _reference(arrays: Arrays, params: Params) -> list[Any]:
     operands = arrays
+    if params.wire is not None:
+        return _quantized(arrays, params, is_reference=True)
     xs, ws, added = _terms(operands, params)
     if params.scales:
         partial = _scaled_product(operands, params)
@@ -468,6 +571,8 @@ def _reference(arrays: Arrays, params: Params) -> list[Any]:
 
 def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """Products, and their sum over the ranks, which has a plan of its own."""
+    if params.wire is not None:
+        return _quantized(arrays, params)
     operands = arrays
     xs, ws, added = _terms(operands, params)
     if params.scales:
@@ -509,7 +614,9 @@ def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
         return _reference(arrays, params)
     xs, ws, added = _terms(arrays, params)
     levels = _two_level_plan.levels_of(plan)
-    inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local, added=())
+    inside = dataclasses.replace(
+        params.without_wire(), axis_names=(levels.inside,), world=levels.local, added=()
+    )
 
     def call(xs: Sequence[Any], ws: Sequence[Any]) -> Any:
         (y,) = _primitive.bind(*xs, *ws, params=inside)
@@ -524,6 +631,7 @@ def _two_level_form(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
         plan.config["chunks"],
         columns_axis=_product.columns_axis(params.transpose_rhs),
         wide=_epilogue.sum_dtype(params.out_dtype),
+        wire=params.wire,
     )
     return [_epilogue.add(total, added).astype(params.out_dtype)]
 
@@ -685,6 +793,9 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     if params.scales:
         reference = lambda *operands: _reference(operands, params)  # noqa: E731
         return jax.vmap(reference, in_axes=tuple(dims))(*operands), [0]
+    if params.wire is not None:
+        # A block has elements of one call of the batch only.
+        return jax.vmap(_in_batch(params), in_axes=tuple(dims))(*operands), [0]
     if params.added:
         after = functools.partial(_with_sums_after, params=params)
         return jax.vmap(after, in_axes=tuple(dims))(*operands), [0]
@@ -708,13 +819,18 @@ _op = Op(
     name=OP,
     result_shapes=_result_shapes,
     reference=_reference,
-    forms=_two_level_plan.forms_of_product(
-        _forms,
-        _step,
-        attributes=_attributes,
-        canonical=_canonical,
-        two_level=_two_level_form,
-        decomposed=_decomposed,
+    forms=(
+        _quantized_exchange.form(
+            _why_exact, "a product in float32, and a reduce-scatter", _without_wire, _decomposed
+        ),
+        *_two_level_plan.forms_of_product(
+            _forms,
+            _step,
+            attributes=_attributes,
+            canonical=_canonical,
+            two_level=_two_level_form,
+            decomposed=_decomposed,
+        ),
     ),
     batch=_batch,
     flops=_flops,
