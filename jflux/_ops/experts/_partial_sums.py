@@ -22,7 +22,7 @@ from ..._ranks.meshes import AxisName
 from .._epilogue import sum_dtype
 from . import moe_rows
 from ._destinations import Sizes
-from ._exchanged_rows import came_rows, handle_of, move, on_first, summed
+from ._exchanged_rows import Way, axes_of, came_rows, handle_of, on_first, summed
 
 
 @jax.tree_util.register_dataclass
@@ -52,20 +52,29 @@ class PartialSumsHandle:
 
     def dispatch(self, x: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
         """For each row of an expert its row of x [T, H], and its weight of [T, k]: [R, H], [R]."""
-        (tokens,) = came(self.axis_names, self, x)
+        (tokens,) = came(Way(self.axis_names), self, x)
         ones = jnp.ones(self.expert_row.shape, sum_dtype(x.dtype))
         rows = moe_rows.spread(tokens, ones, self.slot, self.expert_row)
         return rows, _weights_at_experts(self.axis_names, self, weights)[1]
 
-    def combine(self, y: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
+    def combine(
+        self,
+        y: jax.Array,
+        weights: jax.Array | None,
+        dtype: Any,
+        wire: str | None = None,
+        grad_wire: str | None = None,
+    ) -> jax.Array:
         """The weighted sum of each token's rows of y [R, D], [T, D], in float32 (float64 for
-        float64). Without weights, the plain sum."""
+        float64). Without weights, the plain sum. A wire quantises a rank's sums as they are
+        summed."""
         if weights is None:
             w = jnp.ones(self.expert_row.shape, sum_dtype(y.dtype))
         else:
             w, _ = _weights_at_experts(self.axis_names, self, weights)
-        sums = moe_rows.combine(y, w, self.slot, self.expert_row)
-        (total,) = returned(self.axis_names, self, sums)
+        wide = None if wire is None else sum_dtype(y.dtype)
+        sums = moe_rows.combine(y, w, self.slot, self.expert_row, wide)
+        (total,) = returned(Way(self.axis_names, wire, grad_wire, y.dtype), self, sums)
         return total
 
 
@@ -73,7 +82,7 @@ def _weights_at_experts(
     axis_name: AxisName, handle: PartialSumsHandle, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Weights [T, k] at the experts: of the slots that have come [N T, k], and of the rows [R]."""
-    (w,) = came(axis_name, handle, on_first(handle.first, weights))
+    (w,) = came(Way(axis_name), handle, on_first(handle.first, weights))
     one = jnp.ones((w.size, 1), w.dtype)
     # Each slot is spread by itself (k = 1), so that the transpose gathers and does not scatter.
     row = moe_rows.spread(w.reshape(-1, 1), one, handle.slot, handle.expert_row.reshape(-1, 1))
@@ -83,44 +92,42 @@ def _weights_at_experts(
 # ---- Between ranks -------------------------------------------------------------------------------
 
 
-def _came(axis_name: AxisName, handle: PartialSumsHandle, x: jax.Array) -> Sequence[jax.Array]:
+def _came(way: Way, handle: PartialSumsHandle, x: jax.Array) -> Sequence[jax.Array]:
     """The rows of x [T, ...] at the ranks that they were sent to: [N T, ...]."""
-    return [came_rows(axis_name, x, handle)]
+    return [came_rows(way, x, handle)]
 
 
-def _returned(
-    axis_name: AxisName, handle: PartialSumsHandle, rows: jax.Array
-) -> Sequence[jax.Array]:
+def _returned(way: Way, handle: PartialSumsHandle, rows: jax.Array) -> Sequence[jax.Array]:
     """For each token the sum of its rows [N T, ...] on all ranks, in the order in which top-k names
     the ranks first: [T, ...], in float32 (float64 for float64)."""
-    back = move(axis_name, rows, handle.token.shape[0], handle.out.back())
+    back = way.move(rows, handle.token.shape[0], handle.out.back())
     return [summed(back, handle.sent_row)]
 
 
-def _came_backward(
-    handle: PartialSumsHandle, cts: Any, wanted: Any, axis_name: AxisName
-) -> Sequence[Any]:
-    (dx,) = returned(axis_name, handle, cts[0])
+def _came_backward(handle: PartialSumsHandle, cts: Any, wanted: Any, way: Way) -> Sequence[Any]:
+    (dx,) = returned(way.of_derivative(), handle, cts[0])
     return None, dx.astype(wanted[1].dtype)
 
 
-def _returned_backward(
-    handle: PartialSumsHandle, cts: Any, wanted: Any, axis_name: AxisName
-) -> Sequence[Any]:
-    # The gradient has the type of the rows. Moving rows keeps their values, so rounding before the
-    # transfer gives the same bits as rounding after it.
-    return None, *came(axis_name, handle, cts[0].astype(wanted[1].dtype))
+def _returned_backward(handle: PartialSumsHandle, cts: Any, wanted: Any, way: Way) -> Sequence[Any]:
+    # The gradient has the type of the rows, or of what they are sums of. Moving rows keeps their
+    # values, so rounding before the transfer gives the same bits as rounding after it.
+    of_rows = wanted[1].dtype
+    (dx,) = came(way.of_derivative(), handle, cts[0].astype(way.dtype or of_rows))
+    return None, dx.astype(of_rows)
 
 
 came: Callable[..., Sequence[Any]] = derivatives.differentiated(
     _came,
     kept=handle_of,
-    tangents=lambda handle, tangents, axis_name: came(axis_name, handle, tangents[1]),
+    tangents=lambda handle, tangents, way: came(way.of_derivative(), handle, tangents[1]),
     backward=_came_backward,
+    axes=axes_of,
 )
 returned: Callable[..., Sequence[Any]] = derivatives.differentiated(
     _returned,
     kept=handle_of,
-    tangents=lambda handle, tangents, axis_name: returned(axis_name, handle, tangents[1]),
+    tangents=lambda handle, tangents, way: returned(way.of_derivative(), handle, tangents[1]),
     backward=_returned_backward,
+    axes=axes_of,
 )

@@ -70,13 +70,15 @@ class GatherHandle:
     def rows(self) -> int:
         return self.routing.source.shape[0]
 
-    def combine(self, h: Any, w: Any, weights: jax.Array | None, **product: Any) -> jax.Array:
+    def combine(
+        self, h: Any, w: Any, weights: jax.Array | None, wires: dict[str, Any], **product: Any
+    ) -> jax.Array:
         """The sums of h times the experts' weights, for this rank's tokens."""
         names, (_, k) = self.axis_names, self.first.shape
         owners = owners_of(meshes.axis_size(names), k, self.group_sizes.shape[0])
         everyones = _weights_at_experts(self, weights, names)
         return grouped_matmul_reduce_scatter.scattered(
-            h, w, self.routing, everyones, axis_name=names, owners=owners, **product
+            h, w, self.routing, everyones, axis_name=names, owners=owners, **product, **wires
         )
 
 
@@ -103,10 +105,14 @@ class DispatchHandle(NamedTuple):
     def first(self) -> jax.Array:
         return self.moved.first
 
-    def combine(self, h: Any, w: Any, weights: jax.Array | None, **product: Any) -> jax.Array:
+    def combine(
+        self, h: Any, w: Any, weights: jax.Array | None, wires: dict[str, Any], **product: Any
+    ) -> jax.Array:
         """The sums of h times the experts' weights, for this rank's tokens."""
         y = grouped_matmul(h, w, self.group_sizes, **product)
-        return moe_dispatch.moe_combine(y, self.moved, weights=weights, axis_name=self.axis_names)
+        return moe_dispatch.moe_combine(
+            y, self.moved, weights=weights, axis_name=self.axis_names, **wires
+        )
 
 
 @meshes.axis_by_name
@@ -206,6 +212,8 @@ def grouped_matmul_combine(
     axis_name: AxisName,
     transpose_rhs: bool = False,
     preferred_element_type: DTypeLike | None = None,
+    wire: str | None = None,
+    grad_wire: str | None = None,
 ) -> jax.Array:
     """Multiplies experts' rows, and brings the results back to their tokens and sums them, the
     second of the two pipelines of Comet (arXiv 2502.19811)::
@@ -232,6 +240,8 @@ def grouped_matmul_combine(
       weights: [T, k], floating, of this rank's tokens; None: each row counts once.
       axis_name: as in the dispatch.
       transpose_rhs, preferred_element_type: as in :func:`jflux.grouped_matmul`.
+      wire, grad_wire: after a gather as in :func:`jflux.moe.grouped_matmul_reduce_scatter`, after a
+        dispatch as in :func:`jflux.moe_combine`.
 
     Returns:
       [T, H], of the type of the product.
@@ -268,8 +278,9 @@ def grouped_matmul_combine(
     if weights is not None:
         weights = check_weights(f"jflux.{COMBINE}", weights, handle.first.shape)
     return handle.combine(
-        h, w, weights, transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type
-    )
+        h, w, weights, {"wire": wire, "grad_wire": grad_wire}, transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type,
+    )  # fmt: skip
 
 
 # ---- Forms ---------------------------------------------------------------------------------------

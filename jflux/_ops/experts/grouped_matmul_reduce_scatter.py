@@ -9,6 +9,7 @@ and the gradient of weights takes them.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ from ..._call.plans import Arrays, Machine, Plan
 from ..._call.primitives import make_primitive
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
-from .. import _epilogue
+from .. import _epilogue, _wire
+from ..collectives import _quantized_exchange, exchange, wire_report
 from ..collectives.all_reduce import all_reduce
 from ..collectives.exchange import all_gather, reduce_scatter
 from ..products import _grouped_primitives, _product
@@ -49,6 +51,7 @@ class Params:
     Attributes:
       owners: ranks that the experts are split over, as of a gather
         (`all_gather_grouped_matmul.Params`).
+      wire, grad_wire: formats that data travel in, and those of derivatives; None: as they are.
     """
 
     axis_names: tuple[Any, ...]
@@ -57,6 +60,12 @@ class Params:
     out_dtype: np.dtype
     owners: int = 1
     prepared: str | None = None
+    wire: str | None = None
+    grad_wire: str | None = None
+
+    def way(self, wire: str | None) -> _quantized_exchange.Way:
+        """How data of a step travel; those of its derivatives as those of the call."""
+        return _quantized_exchange.Way(self.axis_names, None, wire=wire, grad_wire=self.grad_wire)
 
     @property
     def product(self) -> _grouped_primitives.Params:
@@ -87,6 +96,8 @@ def grouped_matmul_reduce_scatter(
     axis_name: AxisName,
     transpose_rhs: bool = False,
     preferred_element_type: DTypeLike | None = None,
+    wire: str | None = None,
+    grad_wire: str | None = None,
 ) -> jax.Array:
     """The weighted sum of each token's experts, of which each rank has a part, scattered over the
     ranks (Flux, arXiv 2406.06858, section 4; its MoE layer 1)::
@@ -113,6 +124,9 @@ def grouped_matmul_reduce_scatter(
       routing: as :func:`all_gather_grouped_matmul` takes it.
       weights: of the tokens' choices; None: ones.
       transpose_rhs, preferred_element_type: as in :func:`jflux.grouped_matmul`.
+      wire: as in :func:`jflux.matmul_reduce_scatter`, of the tokens' sums, which are quantised as
+        they are in float32, and not in the kernel.
+      grad_wire: likewise, of the cotangent that is gathered, and of the tangents' sums.
 
     Returns:
       [T/N, H]: this rank's tokens.
@@ -125,7 +139,7 @@ def grouped_matmul_reduce_scatter(
     """
     return scattered(
         h, w, routing, weights, axis_name=axis_name, transpose_rhs=transpose_rhs,
-        preferred_element_type=preferred_element_type,
+        preferred_element_type=preferred_element_type, wire=wire, grad_wire=grad_wire,
     )  # fmt: skip
 
 
@@ -138,6 +152,8 @@ def scattered(
     axis_name: AxisName,
     transpose_rhs: bool = False,
     preferred_element_type: DTypeLike | None = None,
+    wire: str | None = None,
+    grad_wire: str | None = None,
     owners: int = 1,
 ) -> jax.Array:
     """:func:`grouped_matmul_reduce_scatter`, perhaps of experts that are split over `owners`
@@ -157,7 +173,8 @@ def scattered(
             f"jflux.moe.{OP}: weights have shape {weights.shape}, and the routing has slots {slots}"
         )
     common = jnp.result_type(h.dtype, w.dtype)
-    params = Params(names, world, transpose_rhs, out, owners)
+    _wire.check(f"moe.{OP}", jax.ShapeDtypeStruct((), out), wire, grad_wire, what="y is")
+    params = Params(names, world, transpose_rhs, out, owners, wire=wire, grad_wire=grad_wire)
     if weights is None:
         weights = jnp.ones(slots, jnp.float32)
     _product.warn_if_same(f"moe.{OP}", names, "h", h, w, weights)
@@ -168,7 +185,13 @@ def scattered(
         return _product.zeros((slots[0] // world, n), out, *like, over=names)
     if not meshes.is_manual(names):  # vmap's axis, which has no ranks
         return two_steps(h, w, weights, routing, params)
-    return bind(h, w, weights, routing, params)
+    y = bind(h, w, weights, routing, params)
+    if wire is not None and wire_report.is_wanted():
+        exact = bind(h, w, weights, routing, dataclasses.replace(params, wire=None))
+        kept = _operands(h, w, weights, routing, params)
+        part = _part(_product_of(h, w, kept, params), kept.weights, kept, params)
+        wire_report.note(f"moe.{OP}", part, wire, y, exact, world, (h, w))
+    return y
 
 
 def grouped_matmul_all_reduce(
@@ -180,6 +203,8 @@ def grouped_matmul_all_reduce(
     axis_name: AxisName,
     transpose_rhs: bool = False,
     preferred_element_type: DTypeLike | None = None,
+    wire: str | None = None,
+    grad_wire: str | None = None,
 ) -> jax.Array:
     """:func:`grouped_matmul_reduce_scatter` with the result whole on every rank, [T, H], for few
     tokens (decoding); the arguments are the same."""
@@ -187,7 +212,8 @@ def grouped_matmul_all_reduce(
         h, w, routing.counts, transpose_rhs=transpose_rhs,
         preferred_element_type=preferred_element_type,
     )  # fmt: skip
-    return all_reduce(unpermute(y, routing, weights), axis_name=axis_name)
+    total = unpermute(y, routing, weights)
+    return all_reduce(total, axis_name=axis_name, wire=wire, grad_wire=grad_wire)
 
 
 def bind(
@@ -222,9 +248,32 @@ def _product_of(h: Any, w: Any, kept: _Operands, params: Params) -> Any:
     return _grouped_primitives.grouped_matmul.bind(h, w, kept.counts, params=params.product)[0]
 
 
+def _part(y: Any, weights: Any, kept: _Operands, params: Params) -> Any:
+    """The sums of all tokens' rows on this rank: those for a wire as they are summed."""
+    wide = None if params.wire is None else _epilogue.sum_dtype(params.out_dtype)
+    return moe_rows.combine(y, weights, kept.source, kept.destination, wide)
+
+
 def _scattered_sums(y: Any, weights: Any, kept: _Operands, params: Params) -> Any:
-    part = moe_rows.combine(y, weights, kept.source, kept.destination)
+    part = _part(y, weights, kept, params)
+    if params.wire is not None:
+        way = params.way(params.wire)
+        return exchange.quantized("reduce_scatter", part, 0, way).astype(params.out_dtype)
     return reduce_scatter(part, axis_name=params.axis_names, scatter_dimension=0, tiled=True)
+
+
+def _why_exact(call: Call, machine: Machine) -> str | None:
+    return _why_exact_of(_shapes(call.arrays, call.params)[0], call.params)
+
+
+def _why_exact_of(result: ShapeDtype, params: Params) -> str | None:
+    shape, dtype = result
+    nbytes = params.world * math.prod(shape) * np.dtype(dtype).itemsize
+    return _quantized_exchange.why_exact(nbytes)
+
+
+def _without_wire(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
+    return _primitive.bind(*arrays, params=dataclasses.replace(params, wire=None))
 
 
 # ---- What the lowering asks ----------------------------------------------------------------------
@@ -298,6 +347,9 @@ _op = Op(
     # Where no kernel can reach the peers, the grouped product's own kernel is still of use.
     reference=_in_two_steps,
     forms=(
+        _quantized_exchange.form(
+            _why_exact, "a grouped product, and a reduce-scatter", _without_wire, _in_two_steps
+        ),
         forms.kernel(_takes, _attributes),
         forms.decomposed(_in_two_steps, "a grouped product, then a reduce-scatter"),
     ),
@@ -318,6 +370,9 @@ def _forward(operands: Sequence[Any], params: Params) -> tuple[Sequence[Any], An
 
 def _tangents(kept: Any, tangents: Sequence[Any], params: Params) -> list[Any]:
     operands, y = kept
+    params = dataclasses.replace(params, wire=params.grad_wire)
+    if params.wire and _why_exact_of(_shapes(operands, params)[0], params):
+        params = dataclasses.replace(params, wire=None)
     dh, dw, dweights, *_ = tangents
     sums, rows = [], []
     for moved in (
@@ -342,7 +397,10 @@ def _backward(
     dout, dy = cotangents
     dweights = None
     if dout is not None:
-        gathered = all_gather(dout, axis_name=params.axis_names, axis=0, tiled=True)
+        if params.grad_wire and not _why_exact_of((dout.shape, dout.dtype), params):
+            gathered = exchange.quantized("all_gather", dout, 0, params.way(params.grad_wire))
+        else:
+            gathered = all_gather(dout, axis_name=params.axis_names, axis=0, tiled=True)
         if weights is not None:
             dweights = moe_rows.dots(y, gathered, operands.source, operands.destination)
         if h is not None or w is not None:

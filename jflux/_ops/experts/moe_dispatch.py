@@ -18,15 +18,16 @@ from ..._call.forms import Call, Form, WhyNot, choose
 from ..._call.plans import Machine, Plan
 from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
-from .. import _scaled
+from .. import _scaled, _wire
 from .._epilogue import sum_dtype
 from .._recipe import Format
 from .._scaled import Operand, Scaled
+from ..collectives import _quantized_exchange, wire_report
 from ..collectives.exchange import all_gather
 from . import _destinations, _dispatch_primitives, _ragged_dispatch
 from ._checks import check_axes, check_tokens, check_weights
 from ._dispatch_primitives import KernelHandle
-from ._exchanged_rows import Handle, LevelsHandle, rows_of_tokens, tokens_to_experts
+from ._exchanged_rows import Handle, LevelsHandle, Way, rows_of_tokens, tokens_to_experts
 from ._partial_sums import PartialSumsHandle
 
 LAYOUTS = ("expert", "masked")
@@ -179,10 +180,10 @@ def moe_dispatch(
     to_nodes = _Params(nodes, _destinations.Options(on_overflow), node_axis)
     come = _dispatch(x, node_of, weights, to_nodes)
     between: Any = come.handle
-    (chosen,) = tokens_to_experts(node_axis, between, indices + 1)  # 0 where no row has come
+    (chosen,) = tokens_to_experts(Way(node_axis), between, indices + 1)  # 0 where no row has come
     chosen = chosen - 1 - node * experts
     chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, -1)
-    (row_weights,) = rows_of_tokens(node_axis, between, weights.astype(sum_dtype(x.dtype)))
+    (row_weights,) = rows_of_tokens(Way(node_axis), between, weights.astype(sum_dtype(x.dtype)))
     own = _dispatch(come.rows, chosen, row_weights, _Params(experts, options, axis_name))
     inside: Any = own.handle
     statistics = DispatchStatistics(
@@ -357,6 +358,8 @@ def moe_combine(
     residual: Any = None,
     axis_name: AxisName,
     node_axis: AxisName | None = None,
+    wire: str | None = None,
+    grad_wire: str | None = None,
 ) -> jax.Array:
     """Brings the experts' rows back to their tokens, and sums them.
 
@@ -380,6 +383,16 @@ def moe_combine(
         ``Dispatched.weights``; two slots that share a row add it once.
       residual: [T, D], added last, before rounding. None: none.
       axis_name, node_axis: as in the dispatch.
+      wire: "float8_e4m3fn" or "int8": rows come back quantised, each in blocks of 128 elements with
+        a float32 scale, those of the rank itself too, so that bits do not depend on the number of
+        ranks. After a dispatch with `partial_sums` a rank's sums are quantised, in float32, and
+        rows come back in a ragged exchange, also where the dispatch was one kernel. With a
+        `node_axis` it is for what travels between nodes alone. y is bfloat16, float16 or float32,
+        and a block with a NaN or an infinity becomes NaN. With less than 2 MiB of rows for a rank's
+        tokens the call is as without, which :func:`jflux.explain` says, unless
+        ``jflux.config(always=True)``.
+      grad_wire: likewise, of the cotangent's rows that are dispatched, and of tangents' rows, which
+        are exact by default (straight through).
 
     Returns:
       [T, D], of y's type.
@@ -408,10 +421,12 @@ def moe_combine(
         if weights is not None:
             weights = check_weights("jflux.moe_combine", weights, between.first.shape)
             (weights,) = rows_of_tokens(
-                node_axis, between, weights.astype(sum_dtype(weights.dtype))
+                Way(node_axis), between, weights.astype(sum_dtype(weights.dtype))
             )
         sums = moe_combine(y, inside, weights=weights, axis_name=axis_name)
-        return moe_combine(sums, between, residual=residual, axis_name=node_axis)
+        return moe_combine(
+            sums, between, residual=residual, axis_name=node_axis, wire=wire, grad_wire=grad_wire
+        )
     check_axes("jflux.moe_combine", axis_name, handle.axis_names)
     y = jnp.asarray(y)
     rows = handle.slot.shape[0]
@@ -427,7 +442,9 @@ def moe_combine(
     if weights is not None:
         weights = check_weights("jflux.moe_combine", weights, handle.first.shape)
         weights = weights.astype(sum_dtype(y.dtype))
-    total = handle.combine(y, weights, y.dtype if residual is None else sum_dtype(y.dtype))
+    total = _combined(
+        y, handle, weights, y.dtype if residual is None else sum_dtype(y.dtype), wire, grad_wire
+    )
     if residual is not None:
         residual = jnp.asarray(residual)
         if residual.shape != total.shape:
@@ -436,6 +453,36 @@ def moe_combine(
             )
         total = total + residual.astype(total.dtype)
     return total.astype(y.dtype)
+
+
+def _combined(
+    y: jax.Array,
+    handle: Handle | PartialSumsHandle | KernelHandle,
+    weights: jax.Array | None,
+    dtype: Any,
+    wire: str | None,
+    grad_wire: str | None,
+) -> jax.Array:
+    """The sum of a combine, whose rows may travel in a wire."""
+    op = _dispatch_primitives.COMBINE
+    _wire.check(op, jax.ShapeDtypeStruct((), y.dtype), wire, grad_wire, what="y is")
+    if wire is None and grad_wire is None:
+        return handle.combine(y, weights, dtype)
+    (tokens, k), world = handle.first.shape, meshes.axis_size(handle.axis_names)
+    rows = tokens * (k if isinstance(handle, Handle) else min(k, world))
+    why = _quantized_exchange.why_exact(rows * y.shape[1] * y.dtype.itemsize)
+    if why:
+        total = handle.combine(y, weights, dtype)
+    else:
+        brief = _ragged_dispatch.in_steps(handle) if isinstance(handle, KernelHandle) else handle
+        total = brief.combine(y, weights, dtype, wire, grad_wire)
+    if wire is not None:
+        how = plans.decomposed(why or f"rows in {wire}, in a ragged_all_to_all")
+        explain.note_once(op, (y,), (total,), how)
+        if wire_report.is_wanted():
+            exact = total if why else handle.combine(y, weights, dtype)
+            wire_report.note(op, y, wire, total, exact, world)
+    return total
 
 
 # ---- Checks --------------------------------------------------------------------------------------

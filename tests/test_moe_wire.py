@@ -1,0 +1,269 @@
+"""Mixtures whose sums travel in 8 bits (`wire=`): bits, errors, derivatives, plans."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import make_mesh, run
+from jax.sharding import PartitionSpec as P
+from test_wire import _in_rows
+
+import jflux
+from jflux import moe
+from jflux._stress.calls import normal
+
+RANKS, TOKENS, K, EXPERTS, WIDTH = 3, 7, 2, 6, 200
+
+
+@pytest.fixture(autouse=True)
+def at_any_size():
+    with jflux.config(unchecked_kernels=True, always=True):
+        yield
+
+
+def _choices(seed=0):
+    """(indices, weights) of all ranks' tokens; some slots have no expert."""
+    rng = np.random.default_rng(seed)
+    each = [rng.permutation(EXPERTS)[:K] for _ in range(RANKS * TOKENS)]
+    indices = np.stack(each).astype(np.int32)
+    indices[3], indices[5, 1] = -1, -1
+    return indices, rng.uniform(0.2, 1, indices.shape).astype(np.float32)
+
+
+def _layer(call, *, check_vma=True, fused=True, **dispatch):
+    """call(rows, combine, x) on one rank, after a dispatch of x: global arrays in and out."""
+
+    def local(x, indices, weights):
+        options = {"num_experts": EXPERTS, "axis_name": "ep", **dispatch}
+        d = jflux.moe_dispatch(x, indices, weights, **options)
+        combine = functools.partial(
+            jflux.moe_combine, handle=d.handle, weights=weights, axis_name="ep"
+        )
+        return call(d.rows, combine)
+
+    f = jax.shard_map(
+        local, mesh=make_mesh((RANKS,), ("ep",)), in_specs=P("ep"), out_specs=P("ep"),
+        check_vma=check_vma,
+    )  # fmt: skip
+
+    def of(*operands):
+        with jflux.config(fused=fused):
+            return run(jax.jit(f), *operands)
+
+    return of
+
+
+KINDS = {
+    "slots": {},
+    "kernel": {"partial_sums": True},
+    "ragged": {"partial_sums": True, "fused": False},
+    "capacity": {"partial_sums": True, "capacity": 4},
+}
+each_kind = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+
+
+@pytest.mark.parametrize(("wire", "dtype"), [("int8", np.float32), ("float8_e4m3fn", jnp.bfloat16)])
+def test_rows_of_slots(wire, dtype):
+    """Each comes back as it is quantised, also from the rank itself: to the bit."""
+    x = normal(0, (RANKS * TOKENS, WIDTH), dtype)
+    x[4, 130] = np.nan
+
+    def call(rows, combine):
+        given = jnp.asarray(rows)
+        blocks = jnp.pad(given.astype(jnp.float32), ((0, 0), (0, 56))).reshape(-1, 2, 128)
+        sent = jflux.Format(wire, (1, 128), power_of_two=False).quantize(blocks).dequantize()
+        sent = sent.reshape(-1, 256)[:, :WIDTH]
+        return combine(given, wire=wire), combine(sent)
+
+    y, want = _layer(call)(x, *_choices())
+    assert y.dtype == dtype and np.isnan(y[4, 128:]).all() and np.isfinite(y[4, :128]).all()
+    want = want.astype(dtype).astype(np.float32)
+    np.testing.assert_array_equal(y.astype(np.float32), want)
+
+
+def test_sums_are_quantised_once():
+    """A token whose weights are ones: its sum on each rank is rounded, and these are added."""
+    x = normal(0, (RANKS * TOKENS, WIDTH), np.float32)
+    indices, _ = _choices()
+    y = _layer(lambda rows, combine: combine(3 * rows, wire="int8"), partial_sums=True)(
+        x, indices, np.ones(indices.shape, np.float32)
+    )
+    owners = np.where(indices >= 0, indices // (EXPERTS // RANKS), -1)
+    want = np.zeros_like(x)
+    for t, ranks in enumerate(owners):
+        for rank in dict.fromkeys(ranks[ranks >= 0]):
+            total = np.float32((ranks == rank).sum()) * (3 * x[t])
+            want[t] += _in_rows(total[None], "int8")[0]
+    np.testing.assert_allclose(y, want, rtol=1e-6, atol=1e-6)
+
+
+@each_kind
+def test_values_and_gradients(options):
+    """Near the exact ones; those of an exact combine without grad_wire, and near them with one."""
+    x, ct = (normal(i, (RANKS * TOKENS, WIDTH), jnp.bfloat16) for i in range(2))
+
+    def call(rows, combine):
+        def of(wire, grad_wire=None):
+            f = lambda y, w: combine(y, weights=w, wire=wire, grad_wire=grad_wire)  # noqa: E731
+            y, pull = jax.vjp(f, rows, combine.keywords["weights"])
+            own = jax.lax.dynamic_slice_in_dim(ct, jax.lax.axis_index("ep") * TOKENS, TOKENS)
+            d_rows, d_weights = pull(own.astype(y.dtype))
+            tangent = jax.jvp(lambda r: f(r, combine.keywords["weights"]), (rows,), (rows,))[1]
+            return y, d_rows, d_weights, tangent
+
+        return of(None), of("int8"), of("int8", "int8")
+
+    exact, got, both = _layer(call, **options)(x, *_choices())
+
+    def error(a, b):
+        a, b = (c.astype(np.float64) for c in (a, b))
+        return np.sqrt(np.sum((a - b) ** 2) / np.sum(b**2))
+
+    assert 4e-3 < error(got[0], exact[0]) < 8e-3
+    assert error(got[3], exact[3]) < 3e-3  # sums on a rank are rounded to 16 bits, or not
+    for one, other in zip(got[1:3], exact[1:3], strict=True):
+        np.testing.assert_allclose(
+            one.astype(np.float32), other.astype(np.float32), rtol=1e-2, atol=1e-5
+        )
+    np.testing.assert_array_equal(both[0], got[0])
+    for one, other in zip(both[1:], exact[1:], strict=True):
+        assert 2e-3 < error(one, other) < 1e-2
+
+
+@pytest.mark.parametrize(
+    "more", [{"capacity": 4}, {"layout": "masked", "alignment": 4}], ids=["capacity", "masked"]
+)
+def test_one_kernel_and_several_have_the_same_bits(more):
+    """After a dispatch in one kernel rows come back from other places."""
+    x = normal(0, (RANKS * TOKENS, WIDTH), np.float32)
+    call = lambda rows, combine: combine(rows * rows, wire="int8")  # noqa: E731
+    kernel, ragged = (
+        _layer(call, fused=fused, partial_sums=True, **more)(x, *_choices())
+        for fused in (True, False)
+    )
+    np.testing.assert_array_equal(kernel, ragged)
+
+
+def test_between_nodes_alone():
+    """With a node_axis what one node sends another is quantised."""
+    x = normal(0, (4 * TOKENS, WIDTH), np.float32)
+    indices = np.random.default_rng(0).integers(0, 8, (4 * TOKENS, K)).astype(np.int32)
+    weights = np.ones(indices.shape, np.float32)
+
+    def local(x, indices, weights):
+        options = {"axis_name": "ep", "node_axis": "node"}
+        d = jflux.moe_dispatch(x, indices, weights, num_experts=8, **options)
+        options |= {"handle": d.handle, "weights": weights}
+        return jflux.moe_combine(d.rows, **options, wire="int8"), jflux.moe_combine(
+            d.rows, **options
+        )
+
+    axes = ("node", "ep")
+    f = jax.shard_map(local, mesh=make_mesh((2, 2), axes), in_specs=P(axes), out_specs=P(axes))
+    y, exact = run(jax.jit(f), x, indices, weights)
+    error = np.sqrt(np.mean((y - exact) ** 2) / np.mean(exact**2))
+    assert 3e-3 < error < 8e-3
+
+
+# ---- Products ------------------------------------------------------------------------------------
+
+
+def _experts(exchange, wires, dtype=np.float32):
+    """Gradients of x, w and weights, and y, of dispatch_grouped_matmul and its combine."""
+
+    def layer(x, up, down, indices, weights):
+        h, handle = jflux.dispatch_grouped_matmul(
+            x, up, indices, num_experts=EXPERTS, activation="relu", axis_name="ep",
+            exchange=exchange,
+        )  # fmt: skip
+        return jflux.grouped_matmul_combine(h, down, handle, weights, axis_name="ep", **wires)
+
+    own = P("ep")
+    f = jax.shard_map(layer, mesh=make_mesh((RANKS,), ("ep",)), in_specs=(own,) * 5, out_specs=own)
+
+    def both(x, up, down, indices, weights):
+        y, pull = jax.vjp(lambda *a: f(*a[:3], indices, a[3]), x, up, down, weights)
+        return y, pull(jnp.cos(3 * x))
+
+    x = normal(0, (RANKS * TOKENS, WIDTH), dtype)
+    up, down = normal(1, (EXPERTS, WIDTH, 16), dtype), normal(2, (EXPERTS, 16, WIDTH), dtype)
+    return run(jax.jit(both), x, up, down, *_choices())
+
+
+@pytest.mark.parametrize("exchange", ["gather", "dispatch"])
+def test_products(exchange):
+    exact, of_exact = _experts(exchange, {})
+    y, gradients = _experts(exchange, {"wire": "int8"})
+    error = np.sqrt(np.mean((y - exact) ** 2) / np.mean(exact**2))
+    assert 2e-3 < error < 8e-3
+    for one, other in zip(gradients, of_exact, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
+    _, gradients = _experts(exchange, {"wire": "int8", "grad_wire": "int8"})
+    for one, other in zip(gradients, of_exact, strict=True):
+        assert 1e-3 < np.linalg.norm(one - other) / np.linalg.norm(other) < 2e-2
+
+
+def test_tensor_parallel_sums():
+    """moe.grouped_matmul_reduce_scatter, and its all-reduce: near the exact ones, and reported."""
+    ranks, tokens, hidden = 2, 8, 6
+    h = normal(0, (tokens * K, ranks * hidden), np.float32)
+    w = normal(1, (EXPERTS, ranks * hidden, WIDTH), np.float32)
+    chosen = np.random.default_rng(0).integers(0, EXPERTS, (tokens, K)).astype(np.int32)
+
+    def local(h, w, chosen, wire):
+        routing = moe.route(chosen, EXPERTS)
+        options = {"axis_name": "tp", "wire": wire}
+        return (
+            moe.grouped_matmul_reduce_scatter(h, w, routing, **options),
+            moe.grouped_matmul_all_reduce(h, w, routing, **options),
+        )
+
+    def f(h, w, chosen, wire="int8"):
+        specs = (P(None, "tp"), P(None, "tp"), P())
+        return jax.shard_map(
+            functools.partial(local, wire=wire), mesh=make_mesh((ranks,)), in_specs=specs,
+            out_specs=(P("tp"), P()),
+        )(h, w, chosen)  # fmt: skip
+
+    got, want = run(jax.jit(lambda *a: (f(*a), f(*a, wire=None))), h, w, chosen)
+    for y, exact, once in zip(got, want, (np.sqrt(0.5), np.sqrt(1.5)), strict=True):
+        error = np.sqrt(np.mean((y - exact) ** 2) / np.mean(exact**2))
+        assert 4e-3 * once < error < 8e-3 * once
+    scattered, summed = jflux.wire_report(f, h, w, chosen)
+    assert scattered.op == "moe.grouped_matmul_reduce_scatter" and 2e-3 < scattered.error < 8e-3
+    assert summed.op == "all_reduce"
+
+
+# ---- Plans, reports ------------------------------------------------------------------------------
+
+
+def test_small_calls_are_exact():
+    x = normal(0, (RANKS * TOKENS, WIDTH), np.float32)
+    call = lambda rows, combine: combine(rows, wire="int8")  # noqa: E731
+    exact = _layer(lambda rows, combine: combine(rows), partial_sums=True)
+    args = (x, *_choices())
+    with jflux.config(always=False), jflux.explaining() as calls:
+        y = _layer(call, partial_sums=True)(*args)
+    np.testing.assert_array_equal(y, exact(*args))
+    assert "exact: 11200 bytes reach a rank, for which a quantised wire does not pay" in str(calls)
+    with jflux.explaining() as calls:
+        _layer(call, partial_sums=True)(*args)
+    assert "rows in int8, in a ragged_all_to_all" in str(calls)
+    with pytest.raises(ValueError, match="wire='int4' must be None or one of"):
+        _layer(lambda rows, combine: combine(rows, wire="int4"))(*args)
+
+
+def test_report():
+    x = normal(0, (RANKS * TOKENS, WIDTH), jnp.bfloat16)
+    indices, weights = _choices()
+
+    def layer(x, indices, weights):
+        options = {"axis_name": "ep"}
+        d = jflux.moe_dispatch(x, indices, weights, num_experts=EXPERTS, **options)
+        return jflux.moe_combine(d.rows, d.handle, weights=weights, wire="float8_e4m3fn", **options)
+
+    f = jax.shard_map(layer, mesh=make_mesh((RANKS,), ("ep",)), in_specs=P("ep"), out_specs=P("ep"))
+    (call,) = jflux.wire_report(f, x, indices, weights)
+    assert call.op == "moe_combine" and call.times == 1 and 1e-2 < call.error < 2.8e-2
