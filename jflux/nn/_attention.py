@@ -54,6 +54,8 @@ class Options(TypedDict, total=False):
     preferred_element_type: DTypeLike | None
     precision: lax.PrecisionLike
     recipe: AnyRecipe | None
+    wire: str | None
+    grad_wire: str | None
     mesh: Mesh | AbstractMesh | None
     x_spec: PartitionSpec | None
 
@@ -120,6 +122,8 @@ def attention(
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
     recipe: AnyRecipe | None = None,
+    wire: str | None = None,
+    grad_wire: str | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> Any:
@@ -184,6 +188,7 @@ def attention(
         `context_axis`. Needed beside a `core`, which is that of prompts alone.
       sequence_parallel: False: x and the result are whole, [b, s, d], on all ranks.
       recipe: of the projections; scores and their sums are as without.
+      wire, grad_wire: of the last projection, as in :func:`jflux.nn.row_parallel`.
       preferred_element_type, precision, mesh, x_spec: as in :func:`jflux.all_gather_matmul`.
 
     Returns:
@@ -200,7 +205,7 @@ def attention(
     )  # fmt: skip
     options = _Options(
         axis_name, is_causal, rotate, core, context_axis, context_layout, prefill, cache_core,
-        sequence_parallel, preferred_element_type, precision, recipe,
+        sequence_parallel, preferred_element_type, precision, recipe, wire, grad_wire,
     )  # fmt: skip
     options.check(operands)
     if not meshes.is_bound(axis_name):
@@ -259,6 +264,8 @@ class _Options:
     preferred_element_type: DTypeLike | None
     precision: lax.PrecisionLike
     recipe: AnyRecipe | None
+    wire: str | None
+    grad_wire: str | None
 
     def check(self, a: _Operands) -> None:
         """Raises for options that do not fit each other, or operands that do not fit them."""
@@ -439,7 +446,7 @@ def _attention(options: _Options, kv_is_whole: bool, *, added: int = 0, **operan
     y = row_parallel(
         o.reshape(*o.shape[:-2], math.prod(o.shape[-2:])),
         a.out.reshape(math.prod(a.out.shape[:2]), a.out.shape[2]), bias=a.out_bias,
-        residual=a.residual, **options.of_products,
+        residual=a.residual, wire=options.wire, grad_wire=options.grad_wire, **options.of_products,
     )  # fmt: skip
     return y if cache is None else (y, cache)
 

@@ -144,6 +144,8 @@ def row_parallel(
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
     recipe: AnyRecipe | None = None,
+    wire: str | None = None,
+    grad_wire: str | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> jax.Array:
@@ -161,7 +163,8 @@ def row_parallel(
     """
     options: Any = {
         "axis_name": axis_name, "transpose_rhs": transpose_rhs, "precision": precision,
-        "preferred_element_type": preferred_element_type, "recipe": recipe,
+        "preferred_element_type": preferred_element_type, "recipe": recipe, "wire": wire,
+        "grad_wire": grad_wire,
     }  # fmt: skip
     if sequence_parallel:
         padding = _padding.for_ranks(x, -2, w, axis_name=axis_name, mesh=mesh, x_spec=x_spec)
@@ -206,6 +209,8 @@ def mlp(
     up_bias: jax.Array | None = None,
     down_bias: jax.Array | None = None,
     residual: jax.Array | None = None,
+    wire: str | None = None,
+    grad_wire: str | None = None,
     **options: Any,
 ) -> jax.Array:
     """``activation(x @ up + up_bias) @ down + down_bias + residual``.
@@ -223,6 +228,7 @@ def mlp(
       up_bias: [h/N].
       down_bias: [d], the same on all ranks.
       residual: [..., s/N, d], added to the result.
+      wire, grad_wire: of the second product, as in :func:`row_parallel`.
       options: `sequence_parallel`, `preferred_element_type`, `precision`, `recipe`, `mesh` and
         `x_spec`, as in :func:`column_parallel`.
     """
@@ -233,8 +239,11 @@ def mlp(
     hidden = column_parallel(
         padding.pad(x), up, bias=up_bias, activation=activation, **_for_hidden(options)
     )
-    residual = padding.pad(residual)
-    return padding.cut(row_parallel(hidden, down, bias=down_bias, residual=residual, **options))
+    y = row_parallel(
+        hidden, down, bias=down_bias, residual=padding.pad(residual), wire=wire,
+        grad_wire=grad_wire, **options,
+    )  # fmt: skip
+    return padding.cut(y)
 
 
 @meshes.axis_by_name
@@ -250,6 +259,8 @@ def gated_mlp(
     up_bias: jax.Array | None = None,
     down_bias: jax.Array | None = None,
     residual: jax.Array | None = None,
+    wire: str | None = None,
+    grad_wire: str | None = None,
     **options: Any,
 ) -> jax.Array:
     """``(activation(x @ gate + gate_bias) * (x @ up + up_bias)) @ down + down_bias + residual``
@@ -264,8 +275,11 @@ def gated_mlp(
         padding.pad(x), (gate, up), bias=(gate_bias, up_bias), activation=activation, gated=True,
         **_for_hidden(options),
     )  # fmt: skip
-    residual = padding.pad(residual)
-    return padding.cut(row_parallel(hidden, down, bias=down_bias, residual=residual, **options))
+    y = row_parallel(
+        hidden, down, bias=down_bias, residual=padding.pad(residual), wire=wire,
+        grad_wire=grad_wire, **options,
+    )  # fmt: skip
+    return padding.cut(y)
 
 
 def any_mlp(

@@ -71,6 +71,7 @@ class TensorParallel:
       amax_history_length: with `Recipe.tensor`: scales are those of so many earlier steps
         (:class:`jflux.DelayedScaling`). Their state is in the modules that :meth:`dot_general_cls`
         makes, or in :class:`jflux.nn.nnx.DelayedDotGeneral`.
+      wire, grad_wire: of row-parallel products, as in :func:`jflux.nn.row_parallel`.
     """
 
     axis_name: AxisName = "tp"
@@ -82,6 +83,8 @@ class TensorParallel:
     share_gathers: bool = True
     recipe: AnyRecipe | str | None = None
     amax_history_length: int | None = None
+    wire: str | None = None
+    grad_wire: str | None = None
 
     # What MaxText asks of an object that it takes for a quantization.
     quant_mode: ClassVar[str] = "train"
@@ -259,7 +262,16 @@ class DotGeneral:
             sequence_parallel &= lhs.shape[sequence] % world == 0
         if not by_rows and not sequence_parallel and of.recipe is None:
             return None
-        form = Form(product, by_rows, sequence, sequence_parallel, of.axis_name, of.recipe)
+        form = Form(
+            product,
+            by_rows,
+            sequence,
+            sequence_parallel,
+            of.axis_name,
+            of.recipe,
+            of.wire,
+            of.grad_wire,
+        )
         if manual:
             specs: Any = None
             run = functools.partial(_call, form)
@@ -393,6 +405,8 @@ class Form:
     sequence_parallel: bool
     axis_name: AxisName
     recipe: Any
+    wire: str | None
+    grad_wire: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -456,6 +470,8 @@ def _call(form: Form, operands: Mapping[str, jax.Array], results: Any = "y", **o
         y = matmul(x, w, **options)
         return y.reshape(*y.shape[:-1], *_columns(product, rhs))
     options["axis_name"] = form.axis_name
+    if form.by_rows:
+        options |= {"wire": form.wire, "grad_wire": form.grad_wire}
     if form.by_rows and form.sequence_parallel:
         y = matmul_reduce_scatter(x, w, scatter_dimension=form.sequence, **options)
     elif form.by_rows:

@@ -82,7 +82,8 @@ def in_one_type(dtype: Any, *arrays: Any) -> list[Any]:
 
 def options_of(layer: Any) -> dict[str, Any]:
     """Those fields of a layer that the functions of jflux.nn take."""
-    names = ("axis_name", "sequence_parallel", "precision", "recipe", "x_spec")
+    names = ["axis_name", "sequence_parallel", "precision", "recipe", "x_spec"]
+    names += [name for name in ("wire", "grad_wire") if hasattr(layer, name)]
     return {name: getattr(layer, name) for name in names}
 
 

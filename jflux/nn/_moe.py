@@ -81,6 +81,8 @@ def mixture(
     mask: jax.Array | None = None,
     placement: jax.Array | None = None,
     recipe: Recipe | None = None,
+    wire: str | None = None,
+    grad_wire: str | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> MixtureOutput:
@@ -150,6 +152,10 @@ def mixture(
         without one drops its tokens. None: one for each expert, in order.
       recipe: a :class:`jflux.Recipe`, by which the experts' products, and those of `shared`, are
         made in 8 bits. A dispatch sends tokens in 8 bits too; they are chosen for as without.
+      wire: "float8_e4m3fn" or "int8": what brings sums back to tokens' ranks travels quantised, as
+        in :func:`jflux.reduce_scatter`, :func:`jflux.all_reduce`, :func:`jflux.moe_combine` or
+        :func:`jflux.moe.grouped_matmul_reduce_scatter`, and in `shared` as in :func:`mlp`.
+      grad_wire: likewise, of their derivatives.
       mesh, x_spec: for global arrays, as in :func:`column_parallel`.
 
     Returns:
@@ -159,8 +165,9 @@ def mixture(
       ValueError, TypeError: operands that do not fit, when the call is traced.
     """
     options = _Options(
-        k, axis_name, expert_axis, sequence_parallel, exchange, capacity, activation, select, recipe
-    )
+        k, axis_name, expert_axis, sequence_parallel, exchange, capacity, activation, select,
+        recipe, wire, grad_wire,
+    )  # fmt: skip
     options.check(x, router)
     if mask is not None:
         mask = check_mask("jflux.nn.mixture", mask, x.shape[:-1])
@@ -190,6 +197,12 @@ class _Options:
     activation: str
     select: Select
     recipe: Recipe | None
+    wire: str | None
+    grad_wire: str | None
+
+    @property
+    def wires(self) -> dict[str, Any]:
+        return {"wire": self.wire, "grad_wire": self.grad_wire}
 
     def check(self, x: jax.Array, router: jax.Array) -> None:
         """Raises for options or operands that do not fit."""
@@ -348,15 +361,17 @@ def _mixture(
     experts = _Experts(up, down, gate, options.activation, options.recipe, -(-choices // ranks))
     own = _own(indices, up.shape[0], ep)
     if fused:
-        y = _of_own_experts_fused(tokens, own, weights, experts, gathered, ep, capacity)
+        y = _of_own_experts_fused(
+            tokens, own, weights, experts, gathered, ep, capacity, options.wires
+        )
     elif gathers:
         y = _of_own_experts(tokens, own, weights, experts, capacity)
     else:
-        y = _of_all_experts(tokens, indices, weights, experts, ep, capacity)
+        y = _of_all_experts(tokens, indices, weights, experts, ep, capacity, options.wires)
     if gathered and not fused:
-        y = reduce_scatter(y, axis_name=gathered, scatter_dimension=0, tiled=True)
+        y = reduce_scatter(y, axis_name=gathered, scatter_dimension=0, tiled=True, **options.wires)
     if tp and not options.sequence_parallel:
-        y = all_reduce(y, axis_name=tp)
+        y = all_reduce(y, axis_name=tp, **options.wires)
     y = y.reshape(x.shape)
     if shared is not None:
         y = _epilogue.add(y, [_shared(options, x, shared)])
@@ -468,6 +483,7 @@ def _of_own_experts_fused(
     axes: tuple[Any, ...],
     ep: tuple[Any, ...],
     capacity: int | None,
+    wires: dict[str, Any],
 ) -> jax.Array:
     """The same of this rank's tokens, which come to the experts of all ranks along `axes`, and the
     sums from there, in the products' kernels."""
@@ -486,7 +502,9 @@ def _of_own_experts_fused(
         tokens, several(experts.pair), routing, activation=experts.activation,
         gated=experts.gate is not None, **over,
     )  # fmt: skip
-    return grouped_matmul_reduce_scatter.scattered(hidden, experts.down, routing, weights, **over)
+    return grouped_matmul_reduce_scatter.scattered(
+        hidden, experts.down, routing, weights, **over, **wires
+    )
 
 
 def _of_all_experts(
@@ -496,6 +514,7 @@ def _of_all_experts(
     experts: _Experts,
     ep: tuple[Any, ...],
     capacity: int | None,
+    wires: dict[str, Any],
 ) -> jax.Array:
     """The weighted sum of each token's experts, to whose ranks it goes and from which it comes: in
     8 bits, if the experts multiply so."""
@@ -512,7 +531,7 @@ def _of_all_experts(
         moved = Moved(dispatched.rows, dispatched.handle)
         hidden = of_dispatched(tokens, experts.pair, sizes, moved, recipe, **experts.first)
         y = experts.of_hidden(hidden, sizes)
-    return moe_dispatch.moe_combine(y, dispatched.handle, weights=weights, axis_name=ep)
+    return moe_dispatch.moe_combine(y, dispatched.handle, weights=weights, axis_name=ep, **wires)
 
 
 def _shared(options: _Options, x: jax.Array, shared: Sequence[jax.Array]) -> jax.Array:
@@ -521,7 +540,7 @@ def _shared(options: _Options, x: jax.Array, shared: Sequence[jax.Array]) -> jax
         return _dense.any_mlp(
             x, up, None, down, None, *gate, activation=options.activation,
             axis_name=options.axis_name, sequence_parallel=options.sequence_parallel,
-            recipe=options.recipe,
+            recipe=options.recipe, **options.wires,
         )  # fmt: skip
     product: Any = {
         "preferred_element_type": None, "precision": None, "transpose_rhs": False,

@@ -14,6 +14,8 @@ Fields that the layers have beside those of Flax's own of like names:
   ``P("data")``. Not needed under explicit sharding.
 - ``axes``: logical names of the kernel's dimensions.
 - ``recipe``: a :class:`jflux.Recipe`, by which the layer's products are made in 8 bits.
+- ``wire``, ``grad_wire``: of layers that sum over ranks, "float8_e4m3fn" or "int8" for sums that
+  travel quantised, and those of derivatives, as in :func:`jflux.nn.row_parallel`.
 """
 
 from __future__ import annotations
@@ -106,6 +108,14 @@ class _Product(_Layer):
         return self.weights(*shape)
 
 
+class _SummingLayer(_Layer):
+    """A layer whose last product is summed over the ranks."""
+
+    _: dataclasses.KW_ONLY
+    wire: str | None = None
+    grad_wire: str | None = None
+
+
 class ColumnParallelDense(_Layer):
     """``activation(x @ kernel + bias)``: x [..., s/N, k] -> [..., s, features/N] per rank of N.
 
@@ -129,7 +139,7 @@ class ColumnParallelDense(_Layer):
         )
 
 
-class RowParallelDense(_Layer):
+class RowParallelDense(_SummingLayer):
     """``x @ kernel + bias``: x [..., s, k/N] -> [..., s/N, features] per rank of N."""
 
     features: int
@@ -143,7 +153,7 @@ class RowParallelDense(_Layer):
         return _dense.row_parallel(x, kernel, bias=bias, residual=residual, **options_of(self))
 
 
-class MLP(_Layer):
+class MLP(_SummingLayer):
     """``down(activation(up(x)))``, or gated ``down(activation(gate(x)) * up(x))``: x [..., s/N, d]
     -> same per rank of N.
 
@@ -170,7 +180,7 @@ class MLP(_Layer):
         )
 
 
-class Attention(_Layer):
+class Attention(_SummingLayer):
     """Self-attention: x [b, s/N, d] -> same per rank of N, each with num_heads/N heads.
 
     Its parameters are those of ``flax.linen.MultiHeadDotProductAttention``: query, key, value
@@ -313,6 +323,7 @@ class MoE(nn.Module):
       shared_features: S, the hidden units of an expert of all tokens; 0: there is none.
       select: a function of ``jflux.moe`` that chooses.
       recipe: a :class:`jflux.Recipe`, by which the experts' products are made in 8 bits.
+      wire, grad_wire: how sums travel, as :func:`jflux.nn.mixture` has it.
       load_balancing_weight, z_weight: of the losses.
       axes: logical names of the experts, of d, and of the hidden units.
     """
@@ -335,6 +346,8 @@ class MoE(nn.Module):
     select: _moe.Select = _moe.moe.top_k_softmax
     use_router_bias: bool = False
     recipe: Recipe | None = None
+    wire: str | None = None
+    grad_wire: str | None = None
     load_balancing_weight: float = 1e-2
     z_weight: float = 1e-3
     dtype: Any = None

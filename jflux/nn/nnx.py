@@ -9,7 +9,8 @@ under ``jit``, on global arrays, or inside ``jax.shard_map`` on one rank's.
 Options of all layers, beside those of Flax's own of like names (`use_bias`, `dtype`, `param_dtype`,
 `precision`, `kernel_init`, `bias_init`):
 
-- `axis_name`, `sequence_parallel`, `x_spec`, `recipe`: as in :mod:`jflux.nn.linen`.
+- `axis_name`, `sequence_parallel`, `x_spec`, `recipe`: as in :mod:`jflux.nn.linen`; so are `wire`
+  and `grad_wire`, of all but :class:`ColumnParallelDense`.
 - `rules`: which mesh axes the logical names stand for. By default the context's
   (``flax.nnx.logical_axis_rules``), or if there are none :func:`jflux.nn.logical_axis_rules`.
 """
@@ -167,6 +168,14 @@ class _Layer(nnx.Module):
         return self.kernel[...], self.bias[...] if self.use_bias else None
 
 
+class _SummingLayer(_Layer):
+    """A layer whose last product is summed over the ranks."""
+
+    def __init__(self, *, wire: str | None = None, grad_wire: str | None = None, **options: Any):
+        super().__init__(**options)
+        self.wire, self.grad_wire = wire, grad_wire
+
+
 class ColumnParallelDense(_Layer):
     """``activation(x @ kernel + bias)``: x [..., s/N, in_features] -> [..., s, out_features/N] per
     rank of N.
@@ -204,7 +213,7 @@ class ColumnParallelDense(_Layer):
         )
 
 
-class RowParallelDense(_Layer):
+class RowParallelDense(_SummingLayer):
     """``x @ kernel + bias``: x [..., s, in_features/N] -> [..., s/N, out_features] per rank of N.
 
     Arguments are those of :class:`ColumnParallelDense`.
@@ -231,7 +240,7 @@ class RowParallelDense(_Layer):
         return _dense.row_parallel(x, kernel, bias=bias, residual=residual, **options_of(self))
 
 
-class MLP(_Layer):
+class MLP(_SummingLayer):
     """``down(activation(up(x)))``, or gated ``down(activation(gate(x)) * up(x))``: x [..., s/N,
     features] -> same per rank of N.
 
@@ -273,7 +282,7 @@ class MLP(_Layer):
         )
 
 
-class Attention(_Layer):
+class Attention(_SummingLayer):
     """Self-attention: x [b, s/N, in_features] -> same per rank of N, each with num_heads/N heads.
 
     Its parameters have the names and shapes of ``flax.nnx.MultiHeadAttention``'s: query, key, value
@@ -489,6 +498,8 @@ class MoE(nnx.Module):
         select: _moe.Select = _moe.moe.top_k_softmax,
         use_router_bias: bool = False,
         recipe: Recipe | None = None,
+        wire: str | None = None,
+        grad_wire: str | None = None,
         load_balancing_weight: float = 1e-2,
         z_weight: float = 1e-3,
         sows: bool = True,
@@ -504,6 +515,7 @@ class MoE(nnx.Module):
         self.exchange, self.capacity, self.physical_slots = exchange, capacity, physical_slots
         self.activation, self.gated, self.shared_features = activation, gated, shared_features
         self.select, self.use_router_bias, self.recipe = select, use_router_bias, recipe
+        self.wire, self.grad_wire = wire, grad_wire
         self.load_balancing_weight, self.z_weight, self.sows = load_balancing_weight, z_weight, sows
         self.dtype, self.axes = dtype, axes
         if rules is None and not _rules.ambient_rules():
