@@ -159,6 +159,9 @@ FRAGMENTS = {
             "halves = {'in_specs': (P(None, 'tp'), P('tp')), 'out_specs': P()}\n"
             "y = jax.jit(jax.shard_map(layer, mesh=mesh, **halves))(x, w)\n"
             "assert abs(y / 32 - 1).max() < 1e-2",
+            "halves['out_specs'] = P('tp')\n"
+            "y = jax.jit(jax.shard_map(layer, mesh=mesh, **halves))(x, w)\n"
+            "assert abs(y / 32 - 1).max() < 1e-2",
             "grid = Mesh(np.array(jax.devices()).reshape(2, -1), ('x', 'y'))\n"
             "u, on_grid = jnp.arange(64.0).reshape(8, 8), P('x', 'y')\n"
             "f = jax.shard_map(laplacian, mesh=grid, in_specs=on_grid, out_specs=on_grid)\n"
