@@ -288,6 +288,11 @@ def reference(
             wire=wire, grad_wire=grad_wire,
         )  # fmt: skip
     xs, ws = several(x), several(w)
+    added = [a for a in (bias, residual) if a is not None]
+    if recipe is None and wire is None and grad_wire is None:
+        partial = _lax.sum_of_products(xs, ws, preferred_element_type, precision, transpose_rhs)
+        y = _communication(xs[0].ndim, scatter_dimension).lax(partial, axis_name)
+        return _epilogue.add(y, added)
     out = _product.out_dtype(OP, (*xs, *ws), preferred_element_type, precision)
     _wire.check(f"reference.{OP}", jax.ShapeDtypeStruct((), out), wire, grad_wire, what="y is")
     if recipe is not None:
@@ -296,11 +301,6 @@ def reference(
             scatter_dimension=axis(scatter_dimension, xs[0].ndim), transpose_rhs=transpose_rhs,
             out=out, precision=precision, reference=True, wire=wire,
         )  # fmt: skip
-    added = [a for a in (bias, residual) if a is not None]
-    if wire is None and grad_wire is None:
-        partial = _lax.sum_of_products(xs, ws, preferred_element_type, precision, transpose_rhs)
-        y = _communication(xs[0].ndim, scatter_dimension).lax(partial, axis_name)
-        return _epilogue.add(y, added)
     wide = out if wire is None else _epilogue.sum_dtype(out)
     partial = _lax.sum_of_products(xs, ws, wide, precision, transpose_rhs)
     y = exchange.reduce_scatter_reference(
