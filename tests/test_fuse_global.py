@@ -161,6 +161,47 @@ def test_constraints(layer):
     same(exact, jax.jit(jax.grad(_loss(fused), (0, 1)))(x, params), 1e-10)
 
 
+def test_weights_first_as_equinox_multiplies():
+    """``vmap(vmap(w @ x))``, whose result is transposed; and the bias of each product says nothing
+    about the dimensions that it is broadcast along."""
+    mesh = make_mesh((2, 2), AXES)
+    c = functools.partial(_constrained, mesh)
+
+    def layer(x, p):
+        def linear(w, b, x):
+            return jax.vmap(jax.vmap(lambda x: w.T @ x + b))(x)
+
+        h = c(jnp.sin(x), "dp", "tp", None)
+        h = c(jnp.sin(linear(p["up"], p["gate"][0], h)), "dp", None, "tp")
+        return c(x + linear(p["down"], p["down"][0], h), "dp", "tp", None)
+
+    shardings = {k: NamedSharding(mesh, spec) for k, spec in SPECS.items()}
+    shardings = (NamedSharding(mesh, P("dp", "tp", None)), shardings)
+    x, params = jax.device_put((normal(B, S, D, ranks=1)[0], _weights()), shardings)
+    plain = jax.jit(layer, in_shardings=shardings)
+    fused = jflux.fuse(plain)
+    assert ops(fused.report(x, params)) == ["all_gather_matmul", "matmul_reduce_scatter"]
+    same(plain(x, params), jax.jit(fused)(x, params), 1e-10)
+    exact = jax.jit(jax.grad(_loss(layer), (0, 1)))(x, params)
+    step = jflux.fuse(jax.jit(jax.grad(_loss(layer), (0, 1)), in_shardings=shardings))
+    same(exact, jax.jit(step)(x, params), 1e-10)
+
+
+def test_a_bias_says_nothing_about_other_dimensions():
+    mesh = make_mesh((2,))
+    shardings = [NamedSharding(mesh, spec) for spec in (P(None, "tp"), P("tp"), P())]
+    shapes = ((S, F), (F, D), (D,))
+    x, w, bias = jax.device_put([normal(*s, ranks=1)[0] for s in shapes], shardings)
+
+    def f(x, w, bias):
+        y = x @ w
+        return _constrained(mesh, y + jnp.broadcast_to(bias, y.shape), "tp", None)
+
+    plain = jax.jit(f, in_shardings=tuple(shardings))
+    assert ops(jflux.fuse(plain).report(x, w, bias)) == ["matmul_reduce_scatter"]
+    same(plain(x, w, bias), jflux.fuse(plain)(x, w, bias))
+
+
 def test_weights_that_are_split_over_data_ranks_too():
     """They are gathered before the calls (FSDP). What silu takes is split as what it makes."""
     mesh = make_mesh((2, 2), AXES)

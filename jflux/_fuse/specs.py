@@ -250,9 +250,12 @@ def _of_view(equation: JaxprEqn, result: Var, spec: Spec, mesh: Any) -> Spec | N
         return spec if all(w or not axes for w, axes in zip(whole, spec, strict=True)) else None
     if equation.primitive.name == "broadcast_in_dim":
         new: list[tuple[Any, ...]] = [()] * len(shape)
+        given = [1] * len(shape)
         for i, at in enumerate(equation.params["broadcast_dimensions"]):
+            given[at] = aval.shape[i]
             new[at] = spec[i]  # of size 1 none is split
-        return tuple(new)
+        # A bias says nothing about the rows that it is added to.
+        return tuple(new) if tuple(given) == shape else None
     if equation.primitive.name.startswith("reduce_") and "axes" in equation.params:
         gone = equation.params["axes"]
         kept = tuple(axes for i, axes in enumerate(spec) if i not in gone)

@@ -187,7 +187,7 @@ def _of_gather(
         if takes and not context.depend_on([equation.invars[1 - side]], both):
             products.append((equation, side, needs))
             members.append(user)
-    turns = [_turn(body, equation, context) for equation, _, _ in products]
+    turns = [_turn(body, equation.outvars[0], context) for equation, _, _ in products]
     members += [turn for turn in turns if turn is not None]
     if all(needs.summed for _, _, needs in products):
         return None
@@ -217,9 +217,9 @@ def _of_gather(
     return _site(body, index, members, inputs, in_specs, outputs, out_specs, local, context)
 
 
-def _turn(body: Body, equation: JaxprEqn, context: Context) -> int | None:
+def _turn(body: Body, result: Var, context: Context) -> int | None:
     """The transpose of a product's result, if nothing else takes it."""
-    user = body.only_user(equation.outvars[0])
+    user = body.only_user(result)
     is_turned = user is not None and body.equations[user].primitive.name == "transpose"
     return user if is_turned and context.is_free(cast(int, user)) else None
 
@@ -265,6 +265,12 @@ def _of_sum(body: Body, index: int, needs: Needs, context: Context) -> Site | De
             break
         members.append(user)
         (result,) = equation.outvars
+    if (turn := _turn(body, result, context)) is not None:
+        order = body.equations[turn].params["permutation"]
+        members.append(turn)
+        (result,) = body.equations[turn].outvars
+        spec = tuple(spec[i] for i in order)
+        scattered = None if scattered is None else order.index(scattered)
     inputs = [atom for term, _ in terms for atom in body.equations[term].invars]
     in_specs = [spec for _, one in terms for spec in one.operands]
 
@@ -277,6 +283,7 @@ def _of_sum(body: Body, index: int, needs: Needs, context: Context) -> Site | De
         total = parts[0]
         for part in parts[1:]:
             total = lax.add(total, part)
+        total = total if turn is None else lax.transpose(total, order)
         if scattered is None:
             return [lax.psum(total, needs.summed)]
         axes = needs.summed
