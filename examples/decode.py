@@ -43,7 +43,6 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 # Virtual devices where there is no GPU; has no effect where there are some.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -55,7 +54,7 @@ import numpy as np
 from jax.sharding import Mesh
 from llama_model import AXIS, CONFIGS, Config, Weights, check, logits_program, programs
 
-import jflux
+import jflux.nn
 
 CONTESTANTS = {"jflux": jflux, "XLA": jflux.reference}
 CONTEXT_AXIS = "cp"
@@ -271,21 +270,18 @@ def splits(config: Config, ranks: int, context: int) -> bool:
     return True
 
 
-def model_of(args: argparse.Namespace) -> tuple[Config, Mesh, Any]:
-    """The model, where it is, and the tensors of its files, if there are any; raises OSError,
-    ModuleNotFoundError or ValueError if these do not fit."""
+def model_of(args: argparse.Namespace) -> tuple[Config, Mesh]:
+    """The model, and where it is; raises OSError or ValueError if the files do not say it."""
     config = config_of(args)
-    mesh = mesh_of(args, config)
-    tensors = args.weights and llama_weights.open_safetensors(args.weights)
-    if tensors:
-        llama_weights.check_tensors(config, tensors)
-    return config, mesh, tensors
+    return config, mesh_of(args, config)
 
 
-def weights_of(args: argparse.Namespace, config: Config, mesh: Mesh, tensors: Any) -> Weights:
-    if tensors:
-        return llama_weights.from_tensors(config, mesh, tensors)
-    return llama_weights.random(config, mesh, jax.random.key(args.seed))
+def weights_of(args: argparse.Namespace, config: Config, mesh: Mesh) -> Weights:
+    """Raises OSError, ModuleNotFoundError or ValueError if files of weights do not fit."""
+    if args.weights is None:
+        return llama_weights.random(config, mesh, jax.random.key(args.seed))
+    tensors = jflux.nn.open_safetensors(args.weights)
+    return llama_weights.from_tensors(config, mesh, tensors)
 
 
 def describe(config: Config, mesh: Mesh, weights: Weights) -> str:
@@ -319,11 +315,11 @@ def prompt_of(args: argparse.Namespace, config: Config) -> np.ndarray:
 def main() -> None:
     args = parse_arguments()
     try:
-        config, mesh, tensors = model_of(args)
+        config, mesh = model_of(args)
         prompt = prompt_of(args, config)
+        weights = weights_of(args, config, mesh)
     except (OSError, ModuleNotFoundError, ValueError) as e:
         raise SystemExit(f"decode.py: {e}") from None
-    weights = weights_of(args, config, mesh, tensors)
     cache = "" if args.positions is None else f", {args.positions} positions"
     print(
         f"{describe(config, mesh, weights)}; "

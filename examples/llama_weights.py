@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -11,46 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from llama_model import AXIS, HEAD_NORMS, Config, Weights, check, shapes, specs
 from tqdm import tqdm
 
-import jflux
+import jflux.nn
+from jflux.nn import Tensor
 
-Index = tuple[slice, ...]
-
-#: Of files in 8 bits: the type of weights, whose name with this ending is that of their scales, one
-#: for each square of so many rows and columns. DeepSeek-V3's and Qwen3's are so.
-EIGHT_BITS = np.dtype(jnp.float8_e4m3fn)
-SCALES, BLOCK = "_scale_inv", 128
-
-
-@dataclasses.dataclass(frozen=True)
-class Quantized:
-    """A tensor [out, in] in 8 bits and its scales, of which nothing is read before a slice is
-    taken: in float32."""
-
-    values: Any
-    scale: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return shape_of(self.values)
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        index = index if isinstance(index, tuple) else (index, slice(None))
-        at = [range(*i.indices(n)) for i, n in zip(index, self.shape, strict=True)]
-        blocks = tuple(slice(a.start // BLOCK, -(-a.stop // BLOCK)) for a in at)
-        scale = np.asarray(self.scale[blocks]).astype(np.float32)
-        places = [np.asarray(a) // BLOCK - b.start for a, b in zip(at, blocks, strict=True)]
-        return np.asarray(self.values[index]).astype(np.float32) * scale[np.ix_(*places)]
-
-
-def shape_of(tensor: Any) -> tuple[int, ...]:
-    """Of an array, or of what `open_safetensors` returns."""
-    return tuple(tensor.shape if hasattr(tensor, "shape") else tensor.get_shape())
+EIGHT_BITS, SCALES, BLOCK = jnp.float8_e4m3fn, "_scale_inv", 128
 
 
 def random(config: Config, mesh: Mesh, key: jax.Array) -> Weights:
@@ -94,274 +64,84 @@ def _drawn(config: Config, ranks: int, wanted: Weights, shardings: Weights) -> A
 
 
 # Of a layer, in the files; q_proj, k_proj and v_proj of them make `qkv`.
-NAMES = {
-    "attention_norm": "input_layernorm",
-    "o": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
-MLP = ("gate", "up", "down")
+NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+MLP = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
+#: Of an expert of a Mixtral; one of a Qwen3 has the names of an MLP.
+EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
-def names_of_layer(config: Config, i: int) -> dict[str, str]:
-    """Of layer i, but for what makes `qkv`, and for its experts."""
-    if not config.is_mixture(i):
-        found = NAMES
-    else:
-        found = {ours: theirs for ours, theirs in NAMES.items() if ours not in MLP}
-        found |= {"router": "mlp.gate" if config.head_norms else "block_sparse_moe.gate"}
-    return found | {n: f"self_attn.{n}" for n in (HEAD_NORMS if config.head_norms else ())}
-
-
-def expert_name(config: Config, expert: int, ours: str) -> str:
-    """Of a part of an expert: a model whose heads have norms is a Qwen3, and another one a
-    Mixtral."""
-    if config.head_norms:
-        return f"mlp.experts.{expert}.{ours}_proj"
-    theirs = {"gate": "w1", "up": "w3", "down": "w2"}[ours]
-    return f"block_sparse_moe.experts.{expert}.{theirs}"
-
-
-def model_of(config: Config) -> str:
-    """What such a model is called."""
-    if config.head_norms:
-        return "Qwen3-MoE" if config.experts else "Qwen3"
-    return "Mixtral" if config.experts else "Llama 2"
-
-
-def check_tensors(config: Config, tensors: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the tensors are those of such a model, which may have more layers:
-    one that is missing, of another shape, or of no use here means that it is another model."""
-    d, q, kv = config.width, *(n * config.head_dim for n in (config.heads, config.kv_heads))
-
-    def layer(i: int) -> dict[str, tuple[int, ...]]:
-        f = config.units(i)
-        ours = {
-            "attention_norm": (d,), "mlp_norm": (d,), "o": (d, q), "router": (config.experts, d),
-            "gate": (f, d), "up": (f, d), "down": (d, f),
-        } | dict.fromkeys(HEAD_NORMS, (config.head_dim,))  # fmt: skip
-        found = {theirs: ours[name] for name, theirs in names_of_layer(config, i).items()}
-        found |= {"self_attn.q_proj": (q, d)}
-        found |= {f"self_attn.{name}_proj": (kv, d) for name in "kv"}
-        for e in range(config.experts if config.is_mixture(i) else 0):
-            found |= {expert_name(config, e, name): ours[name] for name in MLP}
-        return found
-
-    wanted = {"model.embed_tokens": (config.vocab, d), "model.norm": (d,)}
-    if not config.tied:
-        wanted["lm_head"] = (config.vocab, d)
+def names_of(config: Config, ranks: int) -> dict[str, Tensor]:
+    """What each weight is made of. Tensors of products are [out, in]."""
+    groups = config.groups(ranks)
+    found = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+    names = {ours: Tensor(f"{theirs}.weight") for ours, theirs in found.items()}
     for i in range(config.layers):
-        wanted |= {f"model.layers.{i}.{name}": shape for name, shape in layer(i).items()}
-    wanted = {f"{name}.weight": shape for name, shape in wanted.items()}
-    if missing := [name for name in wanted if name not in tensors]:
-        raise ValueError(
-            f"there is no tensor {_first(missing)}; give all files of the model, and no more "
-            "--layers than it has"
-        )
-    for name, shape in wanted.items():
-        there = shape_of(tensors[name])
-        if there != shape:
-            raise ValueError(
-                f"{name} has the shape {there}, not {shape}; give the config.json that belongs to "
-                "these weights"
-            )
-    scales = {}
-    for name, shape in wanted.items():
-        if name + SCALES in tensors and len(shape) == 2:
-            scales[name + SCALES] = tuple(-(-size // BLOCK) for size in shape)
-        elif getattr(tensors[name], "dtype", None) == EIGHT_BITS:
-            raise ValueError(f"{name} is in 8 bits, and there is no {name + SCALES}")
-    for name, shape in scales.items():
-        if shape_of(tensors[name]) != shape:
-            raise ValueError(
-                f"{name} has the shape {shape_of(tensors[name])}, not {shape}: one scale for each "
-                f"{BLOCK} x {BLOCK}"
-            )
-    wanted |= scales
-    if odd := [name for name in tensors if name not in wanted and not _unused(config, name)]:
-        raise ValueError(
-            f"a {model_of(config)} has no tensor {_first(odd)}; give the weights of one, without "
-            "adapters, and without quantization but for scales of squares"
-        )
+        layer = {ours: Tensor(f"{theirs}.weight") for ours, theirs in NORMS.items()}
+        layer |= {n: Tensor(f"self_attn.{n}.weight") for n in HEAD_NORMS}
+        q, k, v = (Tensor(f"self_attn.{x}_proj.weight") for x in "qkv")
+        kv = (one.split(0, config.kv_heads).repeat(0, groups // config.kv_heads) for one in (k, v))
+        parts = [q.split(0, groups), *kv]
+        layer["qkv"] = Tensor.concatenate(parts, axis=1).merge(0).T
+        layer["o"] = Tensor("self_attn.o_proj.weight").T
+        mixture = "mlp" if config.head_norms else "block_sparse_moe"
+        layer["router"] = Tensor(f"{mixture}.gate.weight").T
+        for ours, theirs in MLP.items():
+            layer[ours] = Tensor(f"{theirs}.weight").T
+            if config.is_mixture(i):
+                of_expert = f"{ours}_proj" if config.head_norms else EXPERT[ours]
+                each = Tensor(f"{mixture}.experts.{{e}}.{of_expert}.weight")
+                layer[ours] = each.T.stack(e=config.experts)
+        within = f"model.layers.{i}."
+        names |= {f"layers/{i}/{ours}": one.within(within) for ours, one in layer.items()}
+    return names
 
 
-def _first(names: Sequence[str]) -> str:
-    return names[0] + (f" (nor {len(names) - 1} more)" if len(names) > 1 else "")
+def like(config: Config, mesh: Mesh, tensors: Mapping[str, Any]) -> Weights:
+    """Shapes, types and shardings. Products whose tensors have scales, and of which each rank has
+    whole squares, stay in 8 bits, as `jflux.Scaled`; those of experts become `config.dtype`."""
+    ranks = mesh.shape[AXIS]
 
+    def leaf(path: Any, shape: tuple[int, ...], spec: P) -> Any:
+        def array(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-def _unused(config: Config, name: str) -> bool:
-    """Whether a tensor that nothing reads belongs to a Llama all the same."""
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    return (
-        name.endswith(".rotary_emb.inv_freq")
-        or (config.tied and name == "lm_head.weight")
-        or (layer is not None and int(layer[1]) >= config.layers)
+        keys = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        if keys[0] != "layers" or len(shape) != 2 or keys[-1] == "router":
+            return array(shape, config.dtype)
+        of_attention = {"o": ["self_attn.o_proj"], "qkv": [f"self_attn.{x}_proj" for x in "qkv"]}
+        names = of_attention.get(keys[-1]) or [MLP[keys[-1]]]
+        parts = [n // (ranks if axis else 1) for n, axis in zip(shape, spec, strict=True)]
+        parts += [config.head_dim] if keys[-1] == "qkv" else []
+        stored = [f"model.layers.{keys[1]}.{name}.weight{SCALES}" in tensors for name in names]
+        if not all(stored) or any(n % BLOCK for n in parts):
+            return array(shape, config.dtype)
+        scales = [n // BLOCK for n in shape]
+        return jflux.Scaled(array(shape, EIGHT_BITS), array(scales, jnp.float32))
+
+    is_shape = lambda one: isinstance(one, tuple)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(
+        leaf, shapes(config, ranks), specs(config), is_leaf=is_shape
     )
 
 
 def from_tensors(config: Config, mesh: Mesh, tensors: Mapping[str, Any]) -> Weights:
-    """Weights under the names that Hugging Face gives to those of a Llama, Mixtral or Qwen3.
+    """Weights under the names that Hugging Face gives to those of a Llama, Mixtral or Qwen3. A
+    rank's part alone is read of each; layers beyond `config.layers` are left out.
 
     Args:
-      tensors: what `open_safetensors` returns, or NumPy arrays. Those of a product are [out, in].
-        A rank's part alone is read of each; layers beyond `config.layers` are left out. Weights
-        that have scales, of which each rank has whole squares, stay in 8 bits, as `jflux.Scaled`;
-        others, and those of experts, become `config.dtype`.
+      tensors: what `jflux.nn.open_safetensors` returns, or NumPy arrays.
 
     Raises:
-      ValueError: as `check` and `check_tensors` do, before any is read.
+      ValueError: as `check` and `jflux.nn.load` do, before any is read.
     """
-    ranks = mesh.shape[AXIS]
-    check(config, ranks)
-    check_tensors(config, tensors)
-    tensors = {
-        name: Quantized(found, tensors[name + SCALES]) if name + SCALES in tensors else found
-        for name, found in tensors.items()
-    }
-
-    def place(shape: tuple[int, ...], spec: P, part: Any, dtype: Any = config.dtype) -> jax.Array:
-        def of_device(index: Index) -> np.ndarray:
-            bounds = [slice(*i.indices(n)[:2]) for i, n in zip(index, shape, strict=True)]
-            return np.asarray(part(*bounds)).astype(dtype)
-
-        return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), of_device)
-
-    def plain(name: str, shape: tuple[int, ...], spec: P) -> jax.Array:
-        found = tensors[f"{name}.weight"]
-        return place(shape, spec, lambda *index: found[index])
-
-    def product(names: Sequence[str], shape: tuple[int, ...], spec: P, part_of: Any) -> Any:
-        """A weight of these tensors, whose part [rows, columns] is ``part_of(tensors, rows,
-        columns, block)``: of tensors of which each element is one, or a block of so many."""
-        found = [tensors[f"{name}.weight"] for name in names]
-
-        def made(of: Any, dtype: Any, block: int = 1) -> jax.Array:
-            each = [of(one) for one in found]
-            size = tuple(n // block for n in shape)
-            return place(size, spec, lambda *at: part_of(each, *at, block), dtype)
-
-        parts = [n // (ranks if axis else 1) for n, axis in zip(shape, spec, strict=True)]
-        parts += [config.head_dim] if len(found) > 1 else []
-        if any(n % BLOCK for n in parts) or not all(isinstance(one, Quantized) for one in found):
-            return made(lambda one: one, config.dtype)
-        scale = made(lambda one: one.scale, jnp.float32, BLOCK)
-        return jflux.Scaled(made(lambda one: one.values, EIGHT_BITS), scale)
-
-    def transposed(found: Sequence[Any], rows: slice, columns: slice, block: int) -> np.ndarray:
-        return found[0][columns, rows].T
-
-    def of_experts(prefix: str, ours: str, shape: tuple[int, ...], spec: P) -> jax.Array:
-        """[experts, in, out] of so many tensors [out, in]."""
-        names = (expert_name(config, e, ours) for e in range(shape[0]))
-        found = [tensors[f"{prefix}.{name}.weight"] for name in names]
-
-        def part(experts: slice, rows: slice, columns: slice) -> np.ndarray:
-            return np.stack([one[columns, rows].T for one in found[experts]])
-
-        return place(shape, spec, part)
-
-    def qkv(given: Sequence[Any], rows: slice, columns: slice, block: int) -> np.ndarray:
-        dim, groups = config.head_dim // block, config.groups(ranks)
-        queries, copies = config.heads // groups, groups // config.kv_heads
-        q, *kv = given
-        width = (queries + 2) * dim  # of a group
-        found = []
-        for group in range(columns.start // width, columns.stop // width):
-            found.append(q[group * queries * dim : (group + 1) * queries * dim, rows])
-            head = group // copies
-            found.extend(one[head * dim : (head + 1) * dim, rows] for one in kv)
-        return np.concatenate(found).T
-
-    def layer(i: int, wanted: Weights, split: Weights) -> Weights:
-        names = [f"model.layers.{i}.self_attn.{name}_proj" for name in "qkv"]
-        found = {"qkv": product(names, wanted["qkv"], split["qkv"], qkv)}
-        for ours in MLP if config.is_mixture(i) else ():
-            found[ours] = of_experts(f"model.layers.{i}", ours, wanted[ours], split[ours])
-        for ours, theirs in names_of_layer(config, i).items():
-            name, where = f"model.layers.{i}.{theirs}", (wanted[ours], split[ours])
-            is_vector = len(wanted[ours]) == 1
-            found[ours] = plain(name, *where) if is_vector else product([name], *where, transposed)
-        return found
-
-    wanted, split = shapes(config, ranks), specs(config)
-    top = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-    weights = {
-        ours: plain(theirs, wanted[ours], split[ours])
-        for ours, theirs in top.items()
-        if ours in wanted
-    }
-    layers = list(zip(wanted["layers"], split["layers"], strict=True))
-    bar = tqdm(layers, desc="reading layers", delay=2)  # nothing for a model that is read at once
-    return weights | {"layers": [layer(i, *both) for i, both in enumerate(bar)]}
-
-
-def files_of(paths: Sequence[Path]) -> list[Path]:
-    """The safetensors files that are meant: those given, those that a `.index.json` lists, and of a
-    directory those that its index lists or, without one, all.
-
-    Raises:
-      FileNotFoundError: if one of them is not there.
-    """
-    files: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            found = sorted(path.glob("*.safetensors.index.json"))
-            found = found or sorted(path.glob("*.safetensors"))
-            if not found:
-                raise FileNotFoundError(f"no *.safetensors in {path}; give the directory with them")
-            files.extend(files_of(found))
-        elif path.suffix == ".json":
-            listed = _read_json(path).get("weight_map")
-            if not isinstance(listed, dict) or not listed:
-                raise ValueError(f"{path} lists no files; give a *.safetensors.index.json")
-            if odd := [n for n in listed.values() if not isinstance(n, str) or Path(n).name != n]:
-                raise ValueError(f"{path} lists {str(odd[0])[:200]!r}, which is no file beside it")
-            files.extend(path.parent / name for name in sorted(set(listed.values())))
-        else:
-            files.append(path)
-    for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(f"no file {file}; give all of the model's, or their directory")
-    return files
-
-
-def open_safetensors(paths: Sequence[Path]) -> dict[str, Any]:
-    """The tensors of the files that `files_of` finds. Nothing is read before a slice is taken.
-
-    Raises:
-      FileNotFoundError: if one of them is not there.
-      ModuleNotFoundError: if the package `safetensors` is not installed.
-      ValueError: if one is no safetensors file.
-    """
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ModuleNotFoundError as e:
-        raise ModuleNotFoundError(f"{e}; to read files: pip install safetensors") from None
-    found = {}
-    for file in files_of(paths):
-        try:
-            opened = safe_open(file, framework="np")
-        except SafetensorError as e:
-            raise ValueError(f"{file} is no safetensors file ({e}); download it again") from None
-        found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        found |= _in_8_bits(file)
-    return found
-
-
-def _in_8_bits(file: Path) -> dict[str, np.ndarray]:
-    """The float8_e4m3fn tensors of a file, which its NumPy reader has no type for."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(size))
-    return {
-        name: np.memmap(
-            file, EIGHT_BITS, "r", 8 + size + said["data_offsets"][0], tuple(said["shape"])
-        )
-        for name, said in header.items()
-        if said.get("dtype") == "F8_E4M3"
-    }
+    check(config, mesh.shape[AXIS])
+    unused = ["*.rotary_emb.inv_freq", *["lm_head.weight"] * config.tied]
+    for name in tensors:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        unused += [name] * (layer is not None and int(layer[1]) >= config.layers)
+    bar = functools.partial(tqdm, desc="reading weights", delay=2)
+    names = names_of(config, mesh.shape[AXIS])
+    return jflux.nn.load(tensors, like(config, mesh, tensors), names, unused=unused, progress=bar)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -343,10 +343,10 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments()
     try:
-        config, mesh, tensors = decode.model_of(args)
+        config, mesh = decode.model_of(args)
+        weights = decode.weights_of(args, config, mesh)
     except (OSError, ModuleNotFoundError, ValueError) as e:
         raise SystemExit(f"serve.py: {e}") from None
-    weights = decode.weights_of(args, config, mesh, tensors)
     print(decode.describe(config, mesh, weights))
     sizes = f"{args.slots} slots, {args.pages} pages of {args.page} positions"
     print(f"{args.requests} requests; {sizes}")

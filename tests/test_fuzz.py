@@ -14,6 +14,7 @@ from harness import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import jflux.nn
 from jflux import _config, timeline
 from jflux._call import tuning_tables
 from jflux.plan import Machine
@@ -193,11 +194,10 @@ def test_configs_of_models(text):
 @given(mutated("safetensors"))
 @examples(100)
 def test_safetensors_files(text):
-    llama_weights = pytest.importorskip("llama_weights")
     pytest.importorskip("safetensors")
     path = written(text, ".safetensors")
     try:
-        tensors = llama_weights.open_safetensors([path])
+        tensors = jflux.nn.open_safetensors(path)
     except ValueError as error:
         assert is_clear(error, path), error
         return

@@ -19,6 +19,8 @@ def test_the_samples_run():
     checks = [
         "assert abs(loss - np.log(1024)) < 1 and y.shape == x.shape",
         "assert list(cache['cache_index']) == [36, 11]",
+        "assert loaded.up.kernel[...].sharding.spec == P(None, 'tp')",
+        "assert all((a == 1).all() for a in jax.tree.leaves(nnx.state(loaded)))",
         "assert abs(y - plain.apply(params, x)).max() < 1e-4",
         "assert abs(together - alone).max() < 1e-4",
         "assert existing.up.kernel[...].sharding.spec == P(None, 'tp')",

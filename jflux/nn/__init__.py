@@ -20,11 +20,14 @@ from ._dense import mlp as mlp
 from ._dense import row_parallel as row_parallel
 from ._dot_general import DotGeneral as DotGeneral
 from ._dot_general import TensorParallel as TensorParallel
+from ._load import load as load
+from ._load import open_safetensors as open_safetensors
 from ._moe import MixtureOutput as MixtureOutput
 from ._moe import mixture as mixture
 from ._rotary import Rotary as Rotary
 from ._rotary import RotaryScaling as RotaryScaling
 from ._rules import logical_axis_rules as logical_axis_rules
+from ._tensors import Tensor as Tensor
 from ._vocabulary import cross_entropy as cross_entropy
 from ._vocabulary import embed as embed
 
