@@ -104,6 +104,28 @@ SAMPLES = {
         "y = jax.jit(jax.shard_map(shift, mesh=mesh, in_specs=P('x'), out_specs=P('x')))(x)",
         "assert (y == jnp.roll(x, 512)).all()",
     ],
+    "docs/tutorials/gpt.md": [
+        "assert np.allclose(fused_value, value, rtol=1e-5)",
+        "same = lambda a, b: np.allclose(a, b, atol=1e-5)",
+        "assert all(jax.tree.leaves(jax.tree.map(same, fused_gradients, gradients)))",
+        "taken = [site.op for site in report if site.taken and site.hidden]",
+        "assert taken.count('all_gather_matmul') >= 4 <= taken.count('matmul_reduce_scatter')",
+        "assert [call.op for call in calls] == ['all_gather_matmul', 'matmul_reduce_scatter'] * 2",
+    ],
+    "docs/tutorials/gspmd.md": [
+        "assert np.allclose(fused_value, value, rtol=1e-5)",
+        "same = lambda a, b: np.allclose(a, b, atol=1e-6)",
+        "assert all(jax.tree.leaves(jax.tree.map(same, fused_gradients, gradients)))",
+        "taken = [site.op for site in report if site.taken and site.hidden]",
+        "assert taken.count('all_gather_matmul') >= 2 <= taken.count('matmul_reduce_scatter')",
+        "want = x + jax.nn.silu(x @ params[0]['up']) @ params[0]['down']",
+        "assert np.allclose(y, want, atol=1e-4)",
+    ],
+    "docs/tutorials/deepep.md": ["assert abs(one - other).max() < 1e-4 and abs(one).max() > 1"],
+    "docs/tutorials/transformer_engine.md": [
+        "assert [call.op for call in calls] == ['all_gather_matmul', 'matmul_reduce_scatter']",
+        "assert y.shape == x.shape and abs(y - x).max() > 0",
+    ],
     "docs/guide/parallel.md": [
         "assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradients))"
     ],

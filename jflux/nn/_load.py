@@ -222,7 +222,7 @@ def _placed(lazy: Lazy, like: Any) -> Callable[[], jax.Array]:
     def made() -> jax.Array:
         read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
-        def part(index: Sequence[slice]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             bounds = [i.indices(n)[:2] for i, n in zip(index, lazy.shape, strict=True)]
             key = tuple(bounds)
             if key not in read:
