@@ -211,7 +211,11 @@ def _mesh(*names):
 @pytest.mark.parametrize(
     "names, axes, says",
     [
-        ((), ("embed", "mlp"), "there is no mesh: call the model under jax.set_mesh"),
+        (
+            (),
+            ("embed", "mlp"),
+            "there is no mesh: call the model under jax.set_mesh.*makes parameters alone",
+        ),
         (("model",), ("embed", "mlp"), r"axis_name='tp' is no axis of the mesh, \('model',\)"),
         (("tp",), ("width", "hidden"), r"neither the rules nor the mesh have \['width', 'hidden'"),
         (("tp",), (), r'dot_general\(\("embed", "mlp"\)\) names its dimensions'),

@@ -222,9 +222,9 @@ class DotGeneral:
                 return None  # MaxText makes its model outside of the mesh, by calls of one row
             if mesh is None:
                 _say(
-                    "there is no mesh: call the model under jax.set_mesh(mesh). Of a call that makes "
-                    "the parameters, as MaxText's abstract one, nothing is lost: it is said once, "
-                    "and jflux.explaining() lists what the steps take"
+                    "there is no mesh: call the model under jax.set_mesh(mesh). A call that makes "
+                    "parameters alone, as MaxText's abstract one, says this too; "
+                    "jflux.explaining() lists the ops of the steps"
                 )
             else:
                 _say(f"axis_name={of.axis_name!r} is no axis of the mesh, {mesh.axis_names}")
