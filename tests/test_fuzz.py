@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import jflux.nn
 from jflux import _config, timeline
 from jflux._call import tuning_tables
+from jflux.nn._load import files_of
 from jflux.plan import Machine
 from jflux.plan.__main__ import main as plan
 
@@ -161,11 +162,10 @@ def test_the_planner_says_what_is_wrong_with_a_machine_file(text):
 @given(mutated("index"))
 @examples(100)
 def test_indices_of_safetensors(text):
-    llama_weights = pytest.importorskip("llama_weights")
     path = written(text, ".safetensors.index.json")
     (path.parent / "a.safetensors").touch()
     try:
-        files = llama_weights.files_of([path])
+        files = files_of([path])
     except (ValueError, FileNotFoundError) as error:
         assert is_clear(error, path) or str(path.parent) in str(error), error
         return
