@@ -31,8 +31,9 @@ EVERY, USERS = ((least, 2**31 - 1) for least in (PORTABLE, 0))
 #: Ops with kernels for compute capability 8.0 and later.
 PORTABLE_OPS = (
     "activation_gradient", "all_gather", "all_gather_matmul", "all_reduce", "all_to_all",
-    "decode_merge", "flash_decode", "matmul_reduce_scatter", "moe_gate", "moe_gate_gradient",
-    "moe_route", "moe_rows", "ragged_all_to_all", "reduce_scatter",
+    "decode_merge", "flash_decode", "grouped_matmul", "grouped_matmul_dw",
+    "matmul_reduce_scatter", "moe_gate", "moe_gate_gradient", "moe_route", "moe_rows",
+    "ragged_all_to_all", "reduce_scatter",
 )  # fmt: skip
 
 
@@ -46,7 +47,7 @@ def test_each_op_says_which_gpus_its_kernels_are_for():
     gpus = of_ops()
     assert {name for name, of in gpus.items() if of == EVERY} == set(PORTABLE_OPS)
     hopper = {name for name, of in gpus.items() if of == (HOPPER, HOPPER)}
-    assert {"matmul_all_reduce", "grouped_matmul"} <= hopper
+    assert {"matmul_all_reduce", "moe_dispatch"} <= hopper
     # Whose kernels are their users'.
     others = set(gpus) - hopper - set(PORTABLE_OPS)
     assert {name for name, of in gpus.items() if of == USERS} == others
@@ -136,7 +137,7 @@ def test_local_ops(gpus, unchecked):
         attributes=None, checked_on_gpus=True,
     )  # fmt: skip
     product = local_ops.kernel(
-        "grouped_matmul", why_not=routing._why_not, attributes=None, checked_on_gpus=True
+        "grouped_matmul_scaled", why_not=routing._why_not, attributes=None, checked_on_gpus=True
     )
     with jflux.config(unchecked_kernels=unchecked):
         gpus(["9.0"], [90])
@@ -159,10 +160,7 @@ def calls_on(arch, monkeypatch, f, *args):
     found = []
 
     def plan_call(op, avals, avals_out, params, platform, mesh):
-        if why := machine.why_no_kernel(op.name):
-            found.append((op.name, plans.unsupported(why)))
-        else:
-            found.append((op.name, op.plan(avals, params, machine)))
+        found.append((op.name, primitives.choose_on(op, Call(avals, params), machine)[0]))
         return primitives.Planned(plans.reference("planned"))
 
     monkeypatch.setattr(primitives, "plan_call", plan_call)
@@ -187,8 +185,8 @@ def test_ops_with_portable_code_take_it_and_others_say_why_not(monkeypatch):
     assert planned["all_reduce"].path == "fused"
     assert planned["all_gather_matmul"].path == "fused"
     assert list(planned["all_gather_matmul"].choice) == [128, 1, 0, 1, 1]
-    why = planned["matmul_all_reduce"]
-    assert why.unsupported and why.path == "reference" and "not for an A100" in why.reason
+    decomposed = planned["matmul_all_reduce"]  # XLA's product, and all_reduce's kernel
+    assert decomposed.path == "decomposed" and "not for an A100" in decomposed.reason
     with jflux.config(unchecked_kernels=False):
         planned = calls_on(PORTABLE, monkeypatch, f, x, w)
     for op in ("all_reduce", "all_gather_matmul"):

@@ -19,7 +19,7 @@ from .. import _config, _heap, _jax_internals
 from .._ranks import meshes, node_levels
 from .._ranks.node_levels import Levels
 from . import call_names, derivatives, explain, ffi_targets, plans
-from .forms import BatchRule, Call, Form, Kernel, Op, choose
+from .forms import BatchRule, Call, Form, Kernel, Op, Run, WhyNot, choose
 from .plans import Arrays, Machine, Path, Plan
 
 #: By an op's primitive: (operands' types, results' types, its parameters) -> floating-point
@@ -201,12 +201,25 @@ def plan_call(
     if params.world == 1 and meshes.has_subgroups(params.axis_names):
         return Planned(plans.reference("each group has one rank"))
     machine = plans.machine_of(platform, mesh)
-    if why := machine.why_no_kernel(op.name):
-        return Planned(plans.unsupported(why))
     levels = levels_over(platform, mesh, params.axis_names)
     if isinstance(levels, str):
         return Planned(plans.unsupported(levels))
-    return Planned(*choose(op.forms, Call(avals, params, levels), machine), machine)
+    return Planned(*choose_on(op, Call(avals, params, levels), machine), machine)
+
+
+def choose_on(op: Op, call: Call, machine: Machine) -> tuple[Plan, Form[Kernel | Run] | None]:
+    """The plan of a call, and its form: where the machine has no kernel of the op, one of the
+    others, which are made of other ops."""
+    forms = op.forms
+    if why := machine.why_no_kernel(op.name):
+        refused = WhyNot(why, unsupported=True)
+        forms = tuple(
+            dataclasses.replace(form, takes=lambda call, machine: refused)
+            if isinstance(form.run, Kernel)
+            else form
+            for form in forms
+        )
+    return choose(forms, call, machine)
 
 
 def levels_over(platform: str, mesh: Mesh, axis_names: Any) -> Levels | str | None:
