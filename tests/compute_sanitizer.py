@@ -139,6 +139,7 @@ def run(args: argparse.Namespace, sanitizer: str, chosen: list[str], op: str, to
     else:
         command += ["shared_gpu.py", "--ranks", "2", "--op", op, "--small"]
         command += ["--deadline", str(args.deadline), *draws]
+    command += ["--portable"] * args.portable
     start = time.monotonic()
     process = subprocess.Popen(
         command, cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -152,7 +153,9 @@ def run(args: argparse.Namespace, sanitizer: str, chosen: list[str], op: str, to
         output, status = process.communicate()[0] + f"\nkilled after {args.limit:.0f} s", 124
     (folder / "output.log").write_text(output)
     logs = [log.read_text(errors="replace") for log in sorted(folder.glob("process-*.log"))]
-    is_product = op in WITH_TMA or (op in all_ops() and all_ops()[op].product is not None)
+    is_product = not args.portable and (
+        op in WITH_TMA or (op in all_ops() and all_ops()[op].product is not None)
+    )
     may_not_know = {
         "racecheck": is_product, "initcheck": op not in LOCAL, "synccheck": op in WITH_TMA,
     }  # fmt: skip
@@ -179,6 +182,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--deadline", type=float, default=1200, help="of a wait, in seconds")
     parser.add_argument("--limit", type=float, default=600, help="seconds of one op under one tool")
+    parser.add_argument(
+        "--portable", action="store_true",
+        help="portable code (tests/portable_gpu.py), of grouped_matmul and of ops over ranks",
+    )  # fmt: skip
     parser.add_argument("--strict", action="store_true", help="all that the tools say counts")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program")
     parser.add_argument("--logs", type=pathlib.Path, default="/tmp/jflux-compute-sanitizer")

@@ -1,7 +1,7 @@
 """Checks the kernels of grouped_matmul, with every tile that is compiled, and of moe.route on one
 GPU, on random calls, against float64 and a sort in numpy; a table comes last:
 
-python tests/moe_gpu.py [--calls 200] [--seed 0] [--limit 300]
+python tests/moe_gpu.py [--calls 200] [--seed 0] [--limit 300] [--portable]
 
 Each product is compared whole: y, and the gradients of x, of the weights and of the row scale. Rows
 past the sum of the sizes hold NaN, and so do the rows of one group: neither may show anywhere else.
@@ -21,7 +21,7 @@ import random_checks
 from routed import TILES
 
 import jflux
-from jflux import moe
+from jflux import _config, _native, moe
 from jflux._call import tuning_tables
 from jflux._ops._epilogue import ACTIVATIONS
 
@@ -217,13 +217,18 @@ def check_product(seed: int) -> tuple[str, str, float]:
 
 
 def main() -> int:
-    args = random_checks.parser(__doc__, calls=200, limit=300).parse_args()
-    jflux.config.update(strict=True)
+    parser = random_checks.parser(__doc__, calls=200, limit=300)
+    parser.add_argument("--portable", action="store_true", help="products by portable code")
+    args = parser.parse_args()
+    jflux.config.update(strict=True, unchecked_kernels=args.portable)
+    if args.portable:
+        _config.override_for_good(arch=_native.PORTABLE_ARCH)
     checks = random_checks.Checks(args.limit)
     for seed in range(args.seed, args.seed + args.calls):
         if not checks.go_on():
             break
-        checks.run(f"seed {seed}", check_route if seed % 4 == 3 else check_product, seed)
+        routes = seed % 4 == 3 and not args.portable
+        checks.run(f"seed {seed}", check_route if routes else check_product, seed)
     return checks.report("tile", "form")
 
 

@@ -99,28 +99,42 @@ struct StagedRows {
   }
 };
 
+// Writes rows [kFirst, kFirst + kRows) of a warp's sums to its staging.
+template <int kFirst, typename Config>
+__device__ __forceinline__ void StageRows(const Sums80<Config>& sums,
+                                          const StagedRows<Config>& rows) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < StagedRows<Config>::kRows / 16; ++i) {
+#pragma unroll
+    for (int j = 0; j < Config::kN8Blocks; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* two = &sums[kFirst / 16 + i][j][2 * half];
+        const uint32_t to =
+            rows.VectorAt(16 * i + 8 * half + lane / 4, 2 * j + lane % 4 / 2) + lane % 2 * 8;
+        ptx::StoreShared8(
+            to, static_cast<uint64_t>(__float_as_uint(two[1])) << 32 | __float_as_uint(two[0]));
+      }
+    }
+  }
+}
+
 // Calls f(StagedRows) for the rows of a warp's sums, in turn.
 template <typename Config, typename F>
 __device__ __forceinline__ void ForStagedRows(const Sums80<Config>& sums, uint32_t smem, F&& f) {
   using Rows = StagedRows<Config>;
+  static_assert(Config::kWarpM == 2 * Rows::kRows);
   const WarpPlace<Config> place;
-  const int lane = threadIdx.x % 32;
   Rows rows{smem + threadIdx.x / 32 * Config::kStagingBytes, place.row, place.column};
-#pragma unroll
-  for (int first = 0; first < Config::kM16Blocks; first += Rows::kRows / 16) {
+  // A loop, so that there is one f; its branches index the sums by constants.
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
     __syncwarp();
-#pragma unroll
-    for (int i = 0; i < Rows::kRows / 16; ++i) {
-#pragma unroll
-      for (int j = 0; j < Config::kN8Blocks; ++j) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float* two = &sums[first + i][j][2 * half];
-          ptx::StoreShared8(
-              rows.VectorAt(16 * i + 8 * half + lane / 4, 2 * j + lane % 4 / 2) + lane % 2 * 8,
-              static_cast<uint64_t>(__float_as_uint(two[1])) << 32 | __float_as_uint(two[0]));
-        }
-      }
+    if (half == 0) {
+      StageRows<0, Config>(sums, rows);
+    } else {
+      StageRows<Rows::kRows, Config>(sums, rows);
     }
     __syncwarp();
     f(rows);

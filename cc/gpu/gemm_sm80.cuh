@@ -4,11 +4,14 @@
 // roles:
 //
 //   policy     decides                              functions
-//   Schedule   which tile comes next                of gpu/gemm_schedule.cuh: OrderedTiles
+//   Schedule   which tile comes next                Next(args, last) -> t (gpu/gemm_schedule.cuh)
+//                                                   Find(args, t) -> Tile, or kNoTile80: a full
+//                                                   warp; t only grows
 //   Operands   where A and B lie                    Terms(args)
 //                                                   kMostTerms
-//                                                   KBytes(args, term): less than 2^31
-//                                                   RowsOf(args, call, tile, term) -> RowsToCopy
+//                                                   KBytes(args, tile, term): from 1 to 2^31
+//                                                   LhsOf(args, call, tile, term)
+//                                                                         -> KBlockCopies::Lhs
 //                                                   RhsOf(args, tile, term) -> Rhs80
 //   Epilogue   what becomes of a tile's sums        Finish(args, call, staging, sums, tile): all
 //                                                   threads, which have left the tile's stages
@@ -39,12 +42,23 @@
 
 namespace jflux {
 
+inline constexpr Tile kNoTile80{-1, 0};
+
+// The schedule of args.num_tiles tiles whose order is known.
+template <typename Numbers>
+struct OrderedTiles80 : Numbers {
+  template <typename Args>
+  __device__ __forceinline__ Tile Find(const Args& args, int32_t t) const {
+    return t < args.num_tiles ? args.order.At(t) : kNoTile80;
+  }
+};
+
 template <typename Op>
-__device__ __forceinline__ int KBlocksOf80(const typename Op::Args& args) {
+__device__ __forceinline__ int KBlocksOf80(const typename Op::Args& args, Tile tile) {
   int count = 0;
   for (int i = 0; i < Op::Operands::Terms(args); ++i) {
-    count +=
-        static_cast<int>(CeilDiv<int64_t>(Op::Operands::KBytes(args, i), Op::Config::kRowBytes));
+    const int64_t bytes = Op::Operands::KBytes(args, tile, i);
+    count += static_cast<int>(CeilDiv<int64_t>(bytes, Op::Config::kRowBytes));
   }
   return count;
 }
@@ -60,7 +74,7 @@ __device__ __forceinline__ void MultiplyTile(const typename Op::Args& args, cons
   constexpr int kAhead = Config::kStages - 1;
   static_assert(Config::kRowBytes == 2 * kMultiplyBytes);
   const bool waits = threadIdx.x < 32;
-  const int k_blocks = KBlocksOf80<Op>(args);
+  const int k_blocks = KBlocksOf80<Op>(args, tile);
 #pragma unroll
   for (auto& row : sums) {
 #pragma unroll
@@ -68,8 +82,8 @@ __device__ __forceinline__ void MultiplyTile(const typename Op::Args& args, cons
   }
   KBlockCopies<Config> copies;
   const auto begin = [&](int term) {
-    copies.Begin(Operands::RowsOf(args, call, tile, term), Operands::RhsOf(args, tile, term),
-                 static_cast<int>(Operands::KBytes(args, term)));
+    copies.Begin(Operands::LhsOf(args, call, tile, term), Operands::RhsOf(args, tile, term),
+                 static_cast<int>(Operands::KBytes(args, tile, term)));
   };
   int term = 0;
   begin(term);
@@ -123,8 +137,8 @@ template <typename Op>
 __device__ __forceinline__ void RunGemm80(const typename Op::Args& args) {
   using Config = typename Op::Config;
   using Exchange = typename Op::Exchange;
-  JFLUX_DYNAMIC_SHARED(uint8_t, 1024, storage);
-  __shared__ int32_t taken;
+  JFLUX_DYNAMIC_SHARED(uint8_t, 256, storage);
+  __shared__ int32_t taken[3];  // a Tile
   const uint32_t smem = ptx::SmemAddress(storage);
   const CallContext call = Exchange::Begin(args);
   const bool leads = threadIdx.x == 0;
@@ -135,17 +149,20 @@ __device__ __forceinline__ void RunGemm80(const typename Op::Args& args) {
     Exchange::CheckAlone(args, call);
   }
   Exchange::Send(args, call);
-  typename Op::Schedule schedule;
-  int32_t last = -1;
-  if (leads) last = Op::Schedule::template Next<1>(args, last);
+  typename Op::Schedule schedule;  // the first warp's
+  const bool finds = threadIdx.x < 32;
+  int32_t next = -1;
+  if (leads) next = Op::Schedule::template Next<1>(args, next);
   for (;;) {
-    if (leads) taken = last;
+    if (finds) {
+      const Tile found = schedule.Find(args, __shfl_sync(0xffffffff, next, 0));
+      if (leads) taken[0] = found.m, taken[1] = found.n, taken[2] = found.split;
+    }
     __syncthreads();
-    const int32_t t = taken;
-    if (t >= args.num_tiles) break;
-    // Read after the tile's products.
-    if (leads) last = Op::Schedule::template Next<1>(args, last);
-    const Tile tile = schedule.At(args, t);
+    const Tile tile{taken[0], taken[1], taken[2]};
+    if (tile.m < 0) break;
+    // Looked at after the tile's products. The other threads have read `taken` by then.
+    if (leads) next = Op::Schedule::template Next<1>(args, next);
     Sums80<Config> sums;
     {
       typename Exchange::Rows rows(args, call, tile);

@@ -4,8 +4,8 @@
 // A k-block is kRowBytes of a row of A, and of a row or of kTileK rows of B. Rows in shared memory
 // are vectors of 16 bytes in an order of their own, so that no bank is met twice:
 //
-//   A, and B stored [n, k]    two rows in 128 bytes: vector v of row r is at v ^ (r / 2 % 4)
-//   B stored [k, n]           of 16 bits: v ^ (r % 8). Of 32 bits: v ^ (2 * (r % 4))
+//   A, and B stored [n, k]      two rows in 128 bytes: vector v of row r is at v ^ (r / 2 % 4)
+//   B stored [k, n], A [k, m]   of 16 bits: v ^ (r % 8). Of 32 bits: v ^ (2 * (r % 4))
 //
 // Four warps have 64 x 64 of the tile each. Fragments of the next step are loaded while the tensor
 // cores multiply those of this one.
@@ -22,12 +22,13 @@
 
 namespace jflux {
 
-template <typename T_, bool kTransposeRhs_>
+// kTransposeRhs: w is stored [n, k]. kTransposeLhs: x is stored [k, m].
+template <typename T_, bool kTransposeRhs_, bool kTransposeLhs_ = false>
 struct GemmConfig80 {
   using T = T_;
   // The type in which 16-bit results are written.
   using Result = T;
-  static constexpr bool kTransposeRhs = kTransposeRhs_;  // w is stored [n, k]
+  static constexpr bool kTransposeRhs = kTransposeRhs_, kTransposeLhs = kTransposeLhs_;
   static constexpr int kTileM = kGemmTileM, kTileN = 128;
   static constexpr int kRowBytes = kBlockBytes / 2;
   static constexpr int kTileK = kRowBytes / sizeof(T);
@@ -93,92 +94,122 @@ struct Rhs80 {
   }
 };
 
+// A thread's copies of an operand whose k is contiguous: kRows vectors of a k-block, kApart rows
+// apart.
+template <typename Config>
+struct CopiesOfRows {
+  using Rows = RowsToCopy<Config>;
+  const char* from[Rows::kRows];
+
+  static __device__ int Vector() { return static_cast<int>(threadIdx.x) % Rows::kVectors; }
+  // `more`: bytes that are left out after this k-block. `bytes`: 0 past the end of k.
+  __device__ __forceinline__ void Next(uint32_t operand, int bytes, int64_t more) {
+    const int r = Rows::RowOf(0);
+    const uint32_t to = operand + r * Config::kRowBytes + ((Vector() ^ (r >> 1 & 3)) << 4);
+#pragma unroll
+    for (int i = 0; i < Rows::kRows; ++i) {
+      ptx::CopyAsync16(to + i * Rows::kApart * Config::kRowBytes, from[i], bytes);
+      from[i] += Config::kRowBytes + more;
+    }
+  }
+};
+
+// The same of an operand whose columns are contiguous.
+template <typename Config>
+struct CopiesOfColumns {
+  static constexpr int kSize = sizeof(typename Config::T), kPerVector = kVectorBytes / kSize;
+  static constexpr int kBytes = Config::kTileN * kSize;  // of a row in shared memory
+  static constexpr int kVectors = kBytes / kVectorBytes, kApart = Config::kThreads / kVectors;
+  static constexpr int kRows = Config::kTileK / kApart;
+  static_assert(Config::kTileM == Config::kTileN);
+  // The swizzle is the same for all rows that a thread copies.
+  static_assert(kSize == 2 ? kApart % 8 == 0 : kApart % 4 == 0);
+  const char* from;
+  int64_t stride;  // of kApart rows
+
+  static __device__ int Vector() { return static_cast<int>(threadIdx.x) % kVectors; }
+  static __device__ int First() { return static_cast<int>(threadIdx.x) / kVectors; }
+  __device__ void Begin(const Rhs80& rhs) {
+    const int c = Vector() * kPerVector;
+    from = rhs.WeightOf(c) + (First() * rhs.n + Min(rhs.ColumnOf(c), rhs.n - kPerVector)) * kSize;
+    stride = rhs.n * kSize * kApart;
+  }
+  // `left`: rows of k from this k-block on. `any`: an address that may be read.
+  __device__ __forceinline__ void Next(uint32_t operand, int left, const void* any) {
+    const int r = First();
+    const uint32_t to = operand + r * kBytes + ((Vector() ^ (kSize == 2 ? r % 8 : r % 4 * 2)) << 4);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const bool reads = r + i * kApart < left;
+      ptx::CopyAsync16(to + i * kApart * kBytes, reads ? from : any, reads ? kVectorBytes : 0);
+      from += stride;
+    }
+  }
+};
+
 // A thread's copies of a tile's k-blocks, of one term, in turn.
 template <typename Config>
 class KBlockCopies {
  public:
-  // `k_bytes`: of a row of A. What is copied past its end is zeros, of A and of B.
-  __device__ void Begin(const RowsToCopy<Config>& rows, const Rhs80& rhs, int k_bytes) {
+  // A's rows, or, stored [k, m], its columns.
+  using Lhs = std::conditional_t<Config::kTransposeLhs, Rhs80, RowsToCopy<Config>>;
+
+  // `k_bytes`: of k elements. What is copied past its end is zeros, of A and of B.
+  __device__ void Begin(const Lhs& lhs, const Rhs80& rhs, int k_bytes) {
     k_bytes_ = k_bytes;
-    at_ = Vector() * kVectorBytes;
-    skip_ = rows.skip;
+    block_ = 0;
+    const int at = Rows::Vector() * kVectorBytes;
+    any_ = rhs.w;
+    if constexpr (Config::kTransposeLhs) {
+      a_.Begin(lhs);
+    } else {
+      skip_ = lhs.skip;
 #pragma unroll
-    for (int i = 0; i < Rows::kRows; ++i) a_[i] = rows.row[i] + at_;
+      for (int i = 0; i < RowsToCopy<Config>::kRows; ++i) a_.from[i] = lhs.row[i] + at;
+    }
     if constexpr (Config::kTransposeRhs) {
 #pragma unroll
-      for (int i = 0; i < kRowsOfB; ++i) {
-        const int c = Rows::RowOf(i);
-        b_[i] = rhs.WeightOf(c) + Min(rhs.ColumnOf(c), rhs.n - 1) * k_bytes + at_;
+      for (int i = 0; i < RowsToCopy<Config>::kRows; ++i) {
+        const int c = RowsToCopy<Config>::RowOf(i);
+        b_.from[i] = rhs.WeightOf(c) + Min(rhs.ColumnOf(c), rhs.n - 1) * k_bytes + at;
       }
     } else {
-      const int c = VectorOfB() * (kVectorBytes / kSize);
-      b_[0] = rhs.WeightOf(c) +
-              (FirstRowOfB() * rhs.n + Min(rhs.ColumnOf(c), rhs.n - kVectorBytes / kSize)) * kSize;
-      stride_ = rhs.n * kSize * kApartOfB;
+      b_.Begin(rhs);
     }
-    block_ = 0;
   }
   __device__ bool IsDone() const { return block_ * Config::kRowBytes >= k_bytes_; }
 
   // The next k-block, to a stage: A's vectors and then B's.
   __device__ __forceinline__ void Next(uint32_t stage) {
-    const int bytes = at_ < k_bytes_ ? kVectorBytes : 0;
-    const uint32_t to =
-        stage + Rows::RowOf(0) * Config::kRowBytes + ((Vector() ^ (Rows::RowOf(0) >> 1 & 3)) << 4);
-#pragma unroll
-    for (int i = 0; i < Rows::kRows; ++i) {
-      ptx::CopyAsync16(to + i * Rows::kApart * Config::kRowBytes, a_[i], bytes);
-      a_[i] += Config::kRowBytes + (block_ % 2 == 1 ? skip_ : 0);
+    const int before = block_ * Config::kRowBytes;
+    const int bytes = before + Rows::Vector() * kVectorBytes < k_bytes_ ? kVectorBytes : 0;
+    const int left = (k_bytes_ - before) / static_cast<int>(sizeof(typename Config::T));
+    if constexpr (Config::kTransposeLhs) {
+      a_.Next(stage, left, any_);
+    } else {
+      a_.Next(stage, bytes, block_ % 2 == 1 ? skip_ : 0);
     }
     if constexpr (Config::kTransposeRhs) {
-#pragma unroll
-      for (int i = 0; i < kRowsOfB; ++i) {
-        ptx::CopyAsync16(to + Config::kABytes + i * Rows::kApart * Config::kRowBytes, b_[i], bytes);
-        b_[i] += Config::kRowBytes;
-      }
+      b_.Next(stage + Config::kABytes, bytes, 0);
     } else {
-      const int left = k_bytes_ / kSize - block_ * Config::kTileK;
-      const int r0 = FirstRowOfB();
-      const uint32_t to_b = stage + Config::kABytes + r0 * kBytesOfB +
-                            ((VectorOfB() ^ (kSize == 2 ? r0 % 8 : r0 % 4 * 2)) << 4);
-#pragma unroll
-      for (int i = 0; i < kRowsOfB; ++i) {
-        const bool reads = r0 + i * kApartOfB < left;
-        ptx::CopyAsync16(to_b + i * kApartOfB * kBytesOfB, reads ? b_[0] : a_[0],
-                         reads ? kVectorBytes : 0);
-        b_[0] += stride_;
-      }
+      b_.Next(stage + Config::kABytes, left, any_);
     }
-    at_ += Config::kRowBytes;
     ++block_;
   }
 
  private:
-  using Rows = RowsToCopy<Config>;
-  static constexpr int kSize = sizeof(typename Config::T);
-  // Of B stored [k, n]: bytes of a row in shared memory, and rows that a thread copies.
-  static constexpr int kBytesOfB = Config::kTileN * kSize;
-  static constexpr int kVectorsOfB = kBytesOfB / kVectorBytes;
-  static constexpr int kApartOfB = Config::kThreads / kVectorsOfB;
-  static constexpr int kRowsOfB =
-      Config::kTransposeRhs ? Config::kTileN / Rows::kApart : Config::kTileK / kApartOfB;
-  // The swizzle is the same for all rows that a thread copies.
-  static_assert(Rows::kApart % 8 == 0 && (kSize == 2 ? kApartOfB % 8 == 0 : kApartOfB % 4 == 0));
-
-  static __device__ int Vector() { return static_cast<int>(threadIdx.x) % Rows::kVectors; }
-  static __device__ int VectorOfB() { return static_cast<int>(threadIdx.x) % kVectorsOfB; }
-  static __device__ int FirstRowOfB() { return static_cast<int>(threadIdx.x) / kVectorsOfB; }
-
-  const char* a_[Rows::kRows];
-  const char* b_[Config::kTransposeRhs ? kRowsOfB : 1];
-  int64_t stride_;
-  int32_t skip_, k_bytes_, at_, block_;
+  using Rows = CopiesOfRows<Config>;
+  using Columns = CopiesOfColumns<Config>;
+  std::conditional_t<Config::kTransposeLhs, Columns, Rows> a_;
+  std::conditional_t<Config::kTransposeRhs, Rows, Columns> b_;
+  const void* any_;
+  int32_t skip_, k_bytes_, block_;
 };
 
 // ---- Products ----------------------------------------------------------------------------------
 
 // Where a thread reads fragments of a stage, for the first step of a k-block. For the second it is
-// that with kNextStep flipped, or, of B stored [k, n], kTileK / 2 rows on.
+// that with kNextStep flipped, or, where columns are contiguous, kTileK / 2 rows on.
 template <typename Config>
 struct FragmentPlaces {
   static constexpr int kSize = sizeof(typename Config::T);
@@ -189,7 +220,14 @@ struct FragmentPlaces {
     const WarpPlace<Config> place;
     const int lane = threadIdx.x % 32;
     const int r = place.row + lane % 16;
-    a = r * Config::kRowBytes + ((lane / 16 ^ (r >> 1 & 3)) << 4);
+    if constexpr (!Config::kTransposeLhs) {
+      a = r * Config::kRowBytes + ((lane / 16 ^ (r >> 1 & 3)) << 4);
+    } else if constexpr (kSize == 2) {
+      a = (lane / 16 * 8 + lane % 8) * (Config::kTileM * 2) +
+          (((place.row / 8 + lane / 8 % 2) ^ lane % 8) << 4);
+    } else {
+      a = lane % 4 * (Config::kTileM * 4) + place.row * 4 + lane / 4 * 4;
+    }
     if constexpr (Config::kTransposeRhs) {
       const int c = place.column + lane / 16 * 8 + lane % 8;
       b = c * Config::kRowBytes + ((lane / 8 % 2 ^ (c >> 1 & 3)) << 4);
@@ -212,10 +250,29 @@ struct Fragments80 {
 
   template <int kStep>
   __device__ __forceinline__ void Load(const Places& places, uint32_t stage) {
-    const uint32_t at_a = stage + (places.a ^ kStep * Places::kNextStep);
+    if constexpr (!Config::kTransposeLhs) {
+      const uint32_t at_a = stage + (places.a ^ kStep * Places::kNextStep);
 #pragma unroll
-    for (int i = 0; i < Config::kM16Blocks; ++i) {
-      ptx::LoadMatrix4(a[i], at_a + 16 * i * Config::kRowBytes);
+      for (int i = 0; i < Config::kM16Blocks; ++i) {
+        ptx::LoadMatrix4(a[i], at_a + 16 * i * Config::kRowBytes);
+      }
+    } else if constexpr (sizeof(T) == 2) {
+      const uint32_t at_a = stage + places.a + kStep * 16 * Config::kTileM * 2;
+#pragma unroll
+      for (int i = 0; i < Config::kM16Blocks; ++i) {
+        ptx::LoadMatrix4Transposed(a[i], at_a ^ i << 5);
+      }
+    } else {
+      const uint32_t at_a = stage + places.a + kStep * 8 * Config::kTileM * 4;
+      const uint32_t swizzle = threadIdx.x % 4 << 5;
+#pragma unroll
+      for (int i = 0; i < Config::kM16Blocks; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {  // rows of 8 first, then rows of k
+          a[i][e] = ptx::LoadShared4((at_a + e / 2 * 4 * Config::kTileM * 4) ^
+                                     ((2 * i + e % 2) << 5 ^ swizzle));
+        }
+      }
     }
     if constexpr (Config::kTransposeRhs) {
       const uint32_t at_b = stage + (places.b ^ kStep * Places::kNextStep);

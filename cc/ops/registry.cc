@@ -35,7 +35,7 @@
   FOLDER(FlashAttention, kHopper, OP(FlashAttention) OP(FlashAttentionBackward))                \
   FOLDER(FlashDecode, kPortable, OP(FlashDecode))                                               \
   FOLDER(LatentDecode, kHopper, OP(LatentDecode))                                               \
-  FOLDER(GroupedMatmul, kHopper, OP(GroupedMatmul) OP(GroupedMatmulDw))                         \
+  FOLDER(GroupedMatmul, kPortable, OP(GroupedMatmul) OP(GroupedMatmulDw))                       \
   FOLDER(GroupedMatmulScaled, kHopper, OP(GroupedMatmulScaled) OP(GroupedMatmulDwScaled))       \
   FOLDER(ActivationGradient, kPortable, OP(ActivationGradient))                                 \
   FOLDER(MoeGate, kPortable, OP(MoeGate) OP(MoeGateGradient))                                   \

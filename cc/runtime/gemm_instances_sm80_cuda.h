@@ -12,10 +12,10 @@
 
 namespace jflux {
 
-template <typename Kernels>
+template <typename Kernels, FormatSet kFormats = kFormats80>
 bool LoadGemmInstances80(std::string* error) {
-  return ForFormats(kFormats80, [&](DType dtype) {
-    return WithFormat<kFormats80>(dtype, [&](auto format) {
+  return ForFormats(kFormats, [&](DType dtype) {
+    return WithFormat<kFormats>(dtype, [&](auto format) {
       using T = CudaType<format()>;
       using Rows = GemmConfig80<T, true>;
       using Columns = GemmConfig80<T, false>;
@@ -26,15 +26,22 @@ bool LoadGemmInstances80(std::string* error) {
 }
 
 // As many CTAs as fit: all of them may have chunks to send, also those that find no tile.
-template <typename Kernels>
+template <typename Config>
+bool LaunchPortable(const void* kernel, void* args, int sm_count, cudaStream_t stream,
+                    std::string* error) {
+  return LaunchKernel(kernel, args, Config::kCtasPerSm * sm_count, 1, Config::kThreads,
+                      Config::kSmemBytes, stream, error);
+}
+
+template <typename Kernels, FormatSet kFormats = kFormats80>
 bool LaunchGemmInstance80(DType dtype, bool transpose_rhs, void* args, int sm_count,
                           cudaStream_t stream, std::string* error) {
-  return WithFormat<kFormats80>(dtype, [&](auto format) {
+  return WithFormat<kFormats>(dtype, [&](auto format) {
     using T = CudaType<format()>;
     const auto launch = [&](auto config) {
       using Config = decltype(config);
-      return LaunchKernel(Kernels::template Kernel<Config>(), args, Config::kCtasPerSm * sm_count,
-                          1, Config::kThreads, Config::kSmemBytes, stream, error);
+      return LaunchPortable<Config>(Kernels::template Kernel<Config>(), args, sm_count, stream,
+                                    error);
     };
     return transpose_rhs ? launch(GemmConfig80<T, true>{}) : launch(GemmConfig80<T, false>{});
   });

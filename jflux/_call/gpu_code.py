@@ -91,6 +91,16 @@ def arch_here() -> int:
     return min(found)
 
 
+def runs_portable() -> bool:
+    """Whether this process's GPUs run portable code, or are told to."""
+    if (told := _config.config.current().arch) is not None:
+        return told < HOPPER
+    try:
+        return arch_here() < HOPPER
+    except RuntimeError:  # no kernel runs there, whichever
+        return False
+
+
 def gpu_here() -> str:
     """The name of this process's first GPU; "" without any."""
     return next((device.device_kind for device in _gpus()), "")

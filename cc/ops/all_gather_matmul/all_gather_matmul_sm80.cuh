@@ -55,7 +55,7 @@ struct AllGatherMatmulSm80 {
   using Config = Config_;
   using Args = AllGatherMatmulArgs80;
   using T = typename Config::T;
-  using Schedule = OrderedTiles<Counted>;
+  using Schedule = OrderedTiles80<Counted>;
 
   // Virtual rows [first, last) of a row block.
   struct Span {
@@ -96,9 +96,9 @@ struct AllGatherMatmulSm80 {
   struct Operands {
     static constexpr int kMostTerms = 1;
     static __device__ int Terms(const Args&) { return 1; }
-    static __device__ int64_t KBytes(const Args& args, int) { return args.k * sizeof(T); }
-    static __device__ RowsToCopy<Config> RowsOf(const Args& args, const CallContext& call,
-                                                Tile tile, int) {
+    static __device__ int64_t KBytes(const Args& args, Tile, int) { return args.k * sizeof(T); }
+    static __device__ RowsToCopy<Config> LhsOf(const Args& args, const CallContext& call, Tile tile,
+                                               int) {
       RowsToCopy<Config> a;
       const Span s = SpanOf(args, tile.m);
       const bool is_local = IsLocal(args, s);
@@ -131,8 +131,8 @@ struct AllGatherMatmulSm80 {
       columns.Store(static_cast<float*>(to) + at, c, n);
     }
 
-    static __device__ void Finish(const Args& args, const CallContext&, uint32_t smem,
-                                  Sums80<Config>& sums, Tile tile) {
+    static __device__ __forceinline__ void Finish(const Args& args, const CallContext&,
+                                                  uint32_t smem, Sums80<Config>& sums, Tile tile) {
       using Rows = StagedRows<Config>;
       const Columns columns = ColumnsOf(args, tile);
       const int i = columns.weight;

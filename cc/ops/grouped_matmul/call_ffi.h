@@ -17,6 +17,7 @@ struct GroupedAttributes {
   int64_t activation = 0;      // number of an Activation
   bool fill = true;            // rows of no group are zeros
   bool gated = false;          // there is w_1
+  bool portable = false;       // by the main loop of gpu/gemm_sm80.cuh
   bool scaled = false;         // there is row_scale
   double share = 1;            // of the rows, which groups have, about
   bool sums = false;           // there are sums, one for each weight
@@ -25,9 +26,9 @@ struct GroupedAttributes {
   bool transpose_rhs = false;  // weights are [E, n, k]
 
   void Read(AttributeReader& read) {
-    read("activation", &activation)("fill", &fill)("gated", &gated)("scaled", &scaled)(
-        "share", &share)("sums", &sums)("terms", &terms)("tile", &tile)("transpose_rhs",
-                                                                        &transpose_rhs);
+    read("activation", &activation)("fill", &fill)("gated", &gated)("portable", &portable)(
+        "scaled", &scaled)("share", &share)("sums", &sums)("terms", &terms)("tile", &tile)(
+        "transpose_rhs", &transpose_rhs);
   }
 };
 
@@ -95,6 +96,7 @@ inline std::optional<GroupedCall> GroupedCallOf(const GroupedAttributes& a,
   p.terms = static_cast<int>(terms);
   p.fill = a.fill;
   p.share = a.share;
+  p.portable = a.portable;
   if (p.gated && p.activation == Activation::kNone) return std::nullopt;
   if (p.m == 0 || p.k == 0 || p.n == 0 || p.groups == 0) return std::nullopt;
   GroupedMatmulArrays& arrays = call.arrays;

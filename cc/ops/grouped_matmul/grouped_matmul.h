@@ -63,9 +63,10 @@ struct GroupedMatmulParams {
   // Of grouped_matmul_scaled alone. What is quantised is float32 as out_dtype.
   Scales scales = Scales::kNone;
   Quantizing quantize = Quantizing::kNone;
-  int terms = 1;     // two not with a gate; with scales of blocks alone, and of whole k-blocks
-  bool fill = true;  // write zeros to the rows of no group, in y and sums; else nothing
-  double share = 1;  // of the m rows, which groups have, about: by it a tile is chosen
+  int terms = 1;          // two not with a gate; with scales of blocks alone, and of whole k-blocks
+  bool fill = true;       // write zeros to the rows of no group, in y and sums; else nothing
+  double share = 1;       // of the m rows, which groups have, about: by it a tile is chosen
+  bool portable = false;  // by the main loop of gpu/gemm_sm80.cuh
 
   int Weights() const { return gated ? 2 : 1; }  // of which a tile has columns
   int Operands() const { return gated ? 2 : terms; }
@@ -97,6 +98,7 @@ struct GroupedMatmulDwParams {
   TileChoice tile;
   Scales scales = Scales::kNone;  // of grouped_matmul_dw_scaled; with entries of k
   double share = 1;               // as above
+  bool portable = false;
 };
 
 struct GroupedMatmulDwArrays {
@@ -251,6 +253,14 @@ bool LaunchGroupedMatmul(const GroupedMatmulParams& params, const GroupedMatmulA
                          cudaStream_t stream, std::string* error);
 bool LaunchGroupedMatmulDw(const GroupedMatmulDwParams& params, const GroupedMatmulDwArrays& arrays,
                            cudaStream_t stream, std::string* error);
+
+// The same by the portable main loop.
+bool LaunchGroupedMatmul80(const GroupedMatmulParams& params, const GroupedMatmulArrays& arrays,
+                           cudaStream_t stream, std::string* error);
+bool LaunchGroupedMatmulDw80(const GroupedMatmulDwParams& params,
+                             const GroupedMatmulDwArrays& arrays, cudaStream_t stream,
+                             std::string* error);
+bool LoadGroupedMatmulKernels80(std::string* error);
 
 // Load kernels on the current device: the first function those of both ops, the second those of the
 // weight gradient.

@@ -26,16 +26,17 @@ bool LoadGroupedMatmulDwKernels(std::string* error) {
 
 std::string WhyNoGroupedMatmulDwKernel(const GroupedMatmulDwParams& p) {
   return WhyNoGroupedKernel(p.m, p.k, p.n, p.groups, p.dtype, p.out_dtype, /*k_major=*/false,
-                            /*gated=*/false, p.tile);
+                            /*gated=*/false, p.tile, p.portable);
 }
 
 bool LaunchGroupedMatmulDw(const GroupedMatmulDwParams& p, const GroupedMatmulDwArrays& arrays,
                            cudaStream_t stream, std::string* error) {
+  if (p.portable) return LaunchGroupedMatmulDw80(p, arrays, stream, error);
   LocalDevice device;
   if (!FindLocalDevice(&device, error)) return false;
   const GemmChoice choice = ChooseGroupedDw(p, Machine{device.sm_count});
   GroupedMatmulDwArgs args{};
-  args.groups = GroupedRowsOf(kGroupedMatmulDwId, arrays.group_sizes, p.groups, p.m, device);
+  args.groups = device.Rows(kGroupedMatmulDwId, arrays.group_sizes, p.groups, p.m);
   SetGroupedDwArgs(p, choice, &args);
   args.dw_data = arrays.dw;
   // Rows past M are zeros: ZeroTail overwrites them anyway.

@@ -15,9 +15,10 @@ namespace {
 
 // Operands x, dy, group_sizes. Result dw.
 struct DwAttributes {
+  bool portable = false;
   double share = 1;  // of the rows, which groups have, about
   Int64s tile;
-  void Read(AttributeReader& read) { read("share", &share)("tile", &tile); }
+  void Read(AttributeReader& read) { read("portable", &portable)("share", &share)("tile", &tile); }
 };
 
 ffi::Error NoFit(OpId op) {
@@ -45,6 +46,7 @@ std::optional<DwCall> DwCallOf(const DwAttributes& a, const ffi::AnyBuffer& x,
   p.groups = sizes.dimensions()[0];
   p.tile = TileChoiceOf(a.tile);
   p.share = a.share;
+  p.portable = a.portable;
   p.dtype = *dtype;
   p.out_dtype = *out_dtype;
   if (p.m == 0 || p.k == 0 || p.n == 0 || p.groups == 0) return std::nullopt;

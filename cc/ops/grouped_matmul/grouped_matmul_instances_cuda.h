@@ -11,6 +11,7 @@
 #include "gpu/gemm_smem.cuh"
 #include "ops/grouped_matmul/grouped_matmul.h"
 #include "ops/grouped_matmul/grouped_matmul_sm90.cuh"
+#include "ops/grouped_matmul/local_device_cuda.h"
 #include "runtime/cuda_check.h"
 #include "runtime/cuda_device.h"
 #include "runtime/kernels_cuda.h"
@@ -90,20 +91,6 @@ struct LaunchGrouped {
   }
 };
 
-// What a launch needs to know of the current device. Loads the kernels of an op there.
-struct LocalDevice {
-  int sm_count = 0;
-  DeviceState* state = nullptr;
-};
-bool FindLocalDevice(LocalDevice* device, std::string* error,
-                     bool (*load)(std::string*) = LoadGroupedMatmulKernels);
-
-inline GroupedRows GroupedRowsOf(OpId op, const int32_t* sizes, int64_t groups, int64_t rows,
-                                 const LocalDevice& device) {
-  return GroupedRows{sizes, static_cast<int32_t>(groups), static_cast<int32_t>(rows), device.state,
-                     static_cast<uint32_t>(op)};
-}
-
 // Sets what the epilogue of the forward product needs, and the weights: all of *args but x and the
 // groups.
 bool SetGroupedArgs(const GroupedMatmulParams& params, const GemmChoice& choice,
@@ -146,9 +133,10 @@ inline std::string WhyNoGroupedSizes(int64_t m, int64_t k, int64_t n, int64_t gr
 
 // Why a kernel cannot take such operands; empty if it can.
 inline std::string WhyNoGroupedKernel(int64_t m, int64_t k, int64_t n, int64_t groups, DType dtype,
-                                      DType out_dtype, bool k_major, bool gated, TileChoice tile) {
-  const std::string why =
-      WhyNotOperands(kGroupedFormats, kWgmmaFormats, dtype, dtype, out_dtype, k, n, k_major);
+                                      DType out_dtype, bool k_major, bool gated, TileChoice tile,
+                                      bool portable) {
+  const std::string why = WhyNotOperands(kGroupedFormats, FormatsOfLoop(portable), dtype, dtype,
+                                         out_dtype, k, n, k_major);
   return why.empty() ? WhyNoGroupedSizes(m, k, n, groups, gated, tile) : why;
 }
 

@@ -14,7 +14,10 @@ struct Kernels : GroupedMatmulKernels {
 }  // namespace
 
 bool LoadGroupedMatmulKernels(std::string* error) {
-  return LoadForward<Kernels>(error) && LoadGroupedMatmulDwKernels(error);
+  const auto hopper = [](std::string* e) {
+    return LoadForward<Kernels>(e) && LoadGroupedMatmulDwKernels(e);
+  };
+  return LoadBothLoops(hopper, LoadGroupedMatmulKernels80, error);
 }
 
 bool FindLocalDevice(LocalDevice* device, std::string* error, bool (*load)(std::string*)) {
@@ -30,7 +33,7 @@ bool FindLocalDevice(LocalDevice* device, std::string* error, bool (*load)(std::
 
 std::string WhyNoGroupedMatmulKernel(const GroupedMatmulParams& p) {
   return WhyNoGroupedKernel(p.m, p.k, p.n, p.groups, p.dtype, p.out_dtype, p.transpose_rhs, p.gated,
-                            p.tile);
+                            p.tile, p.portable);
 }
 
 bool SetGroupedArgs(const GroupedMatmulParams& p, const GemmChoice& choice,
@@ -83,6 +86,7 @@ bool SetGroupedRows(const GroupedMatmulParams& p, const void* const (&x)[2],
 
 bool LaunchGroupedMatmul(const GroupedMatmulParams& p, const GroupedMatmulArrays& arrays,
                          cudaStream_t stream, std::string* error) {
+  if (p.portable) return LaunchGroupedMatmul80(p, arrays, stream, error);
   LocalDevice device;
   if (!FindLocalDevice(&device, error)) return false;
   const GemmChoice choice = ChooseGrouped(p, Machine{device.sm_count});
@@ -91,7 +95,7 @@ bool LaunchGroupedMatmul(const GroupedMatmulParams& p, const GroupedMatmulArrays
       !SetGroupedRows(p, arrays.x, &args, error)) {
     return false;
   }
-  args.groups = GroupedRowsOf(kGroupedMatmulId, arrays.group_sizes, p.groups, p.m, device);
+  args.groups = device.Rows(kGroupedMatmulId, arrays.group_sizes, p.groups, p.m);
   args.row_scale = arrays.row_scale;
   LaunchGrouped<Kernels> launch{choice,          &args,  MostTilesOf(p, args.tiles),
                                 device.sm_count, stream, error};

@@ -22,18 +22,9 @@
 #include "gpu/epilogue_sm90.cuh"
 #include "gpu/gemm_sm90.cuh"
 #include "gpu/group_table.cuh"
+#include "ops/grouped_matmul/grouped_rows.cuh"
 
 namespace jflux {
-
-// The groups, in both kernels. The first group_sizes[0] of the M rows are the first group's, and so
-// on.
-struct GroupedRows {
-  const int32_t* group_sizes;
-  int32_t groups;
-  int32_t rows;        // M
-  DeviceState* state;  // null without a heap: then sizes that make no sense are not reported
-  uint32_t op;
-};
 
 // y [M, n] = x [M, k] @ w[group of the row] [k, n], or [n, k]
 struct GroupedMatmulArgs {
@@ -82,38 +73,6 @@ struct GroupedMatmulDwScaledArgs : GroupedMatmulDwArgs {
   int32_t a_bytes;
 };
 static_assert(sizeof(GroupedMatmulDwScaledArgs) <= 4096);
-
-// Writes zeros to bytes [begin, end) of `data`, multiples of 16: this warp's share among the grid's
-// warps that call it, one of each CTA.
-__device__ __forceinline__ void ZeroFill(void* data, int64_t begin, int64_t end) {
-  const int64_t step = int64_t{16} * 32 * gridDim.x;
-  int64_t at = begin + 16 * (int64_t{32} * blockIdx.x + threadIdx.x % 32);
-  for (; at < end; at += step) {
-    ptx::StoreGlobal16(static_cast<char*>(data) + at, make_uint4(0, 0, 0, 0));
-  }
-}
-
-// Reports sizes that are negative, or sum to more than the rows that there are, and traps. Called
-// by a full warp of each CTA.
-__device__ __forceinline__ void CheckSizes(const GroupedRows& groups, int64_t sum) {
-  if (groups.state == nullptr || blockIdx.x != 0) return;
-  const int lane = threadIdx.x % 32;
-  int32_t group = -1;  // the one whose size is negative
-  for (int32_t i = lane; i < groups.groups; i += 32) {
-    if (__ldg(groups.group_sizes + i) < 0) group = i;
-  }
-  const uint32_t negative = __ballot_sync(0xffffffff, group >= 0);
-  if (negative == 0 && sum <= groups.rows) return;
-  if (lane != (negative == 0 ? 0 : __ffs(negative) - 1)) return;
-  Fault* fault = groups.state->limits.fault;
-  if (fault->kind != 0) PauseAndTrap();  // only the first one is recorded
-  WaitContext context{};
-  context.op = groups.op;
-  const int64_t seen = negative == 0 ? sum : __ldg(groups.group_sizes + group);
-  WriteRecord(fault, context, FaultKind::kGroupSizes, 0, group, static_cast<uint64_t>(groups.rows),
-              static_cast<uint64_t>(seen));
-  PauseAndTrap();
-}
 
 template <typename Config_, typename Args_ = GroupedMatmulArgs>
 struct GroupedMatmulSm90 {

@@ -86,7 +86,7 @@ bool LaunchGroupedMatmulDwScaled(const GroupedMatmulDwParams& p,
   const GemmChoice choice = ChooseGroupedDw(p, Machine{device.sm_count});
   GroupedMatmulDwScaledArgs args{};
   SetGroupedDwArgs(p, choice, &args);
-  args.groups = GroupedRowsOf(kGroupedMatmulDwScaledId, arrays.group_sizes, p.groups, p.m, device);
+  args.groups = device.Rows(kGroupedMatmulDwScaledId, arrays.group_sizes, p.groups, p.m);
   args.dw_data = arrays.dw;
   args.x_scale = arrays.x_scale;
   args.dy_scale = arrays.dy_scale;

@@ -74,7 +74,7 @@ bool LaunchGroupedMatmulScaled(const GroupedMatmulParams& p, const GroupedMatmul
       !SetGroupedRows(p, arrays.x, &args, error)) {
     return false;
   }
-  args.groups = GroupedRowsOf(kGroupedMatmulScaledId, arrays.group_sizes, p.groups, p.m, device);
+  args.groups = device.Rows(kGroupedMatmulScaledId, arrays.group_sizes, p.groups, p.m);
   args.row_scale = arrays.row_scale;
   args.x_scale = arrays.x_scale;
   args.out_f16 = p.out_dtype == DType::kF16;

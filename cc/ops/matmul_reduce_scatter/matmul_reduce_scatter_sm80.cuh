@@ -45,23 +45,23 @@ struct MatmulReduceScatterSm80 {
   using Config = Config_;
   using Args = MatmulReduceScatterArgs80;
   using T = typename Config::T;
-  using Schedule = OrderedTiles<Counted>;
+  using Schedule = OrderedTiles80<Counted>;
 
   struct Operands {
     static constexpr int kMostTerms = kMaxWeights;
     static __device__ int Terms(const Args& args) { return args.terms; }
-    static __device__ int64_t KBytes(const Args& args, int term) {
+    static __device__ int64_t KBytes(const Args& args, Tile, int term) {
       return args.k[term] * sizeof(T);
     }
-    static __device__ RowsToCopy<Config> RowsOf(const Args& args, const CallContext&, Tile tile,
-                                                int term) {
+    static __device__ RowsToCopy<Config> LhsOf(const Args& args, const CallContext&, Tile tile,
+                                               int term) {
       RowsToCopy<Config> a;
       a.skip = 0;
 #pragma unroll
       for (int i = 0; i < a.kRows; ++i) {
         const int64_t row = static_cast<int64_t>(tile.m) * Config::kTileM + a.RowOf(i);
         a.row[i] = static_cast<const char*>(args.x[term]) +
-                   args.rows.Actual(Min(row, args.rows.Total() - 1)) * KBytes(args, term);
+                   args.rows.Actual(Min(row, args.rows.Total() - 1)) * KBytes(args, tile, term);
       }
       return a;
     }
@@ -94,8 +94,9 @@ struct MatmulReduceScatterSm80 {
   struct Epilogue {
     // Of a result type, which also travels.
     template <typename U>
-    static __device__ void FinishAs(const Args& args, const CallContext& call, uint32_t smem,
-                                    Sums80<Config>& sums, Tile tile) {
+    static __device__ __forceinline__ void FinishAs(const Args& args, const CallContext& call,
+                                                    uint32_t smem, Sums80<Config>& sums,
+                                                    Tile tile) {
       using F = Fragments80Of<U, Config>;
       const int rank = args.view.rank;
       const int64_t row0 = static_cast<int64_t>(tile.m) * Config::kTileM;
@@ -160,8 +161,8 @@ struct MatmulReduceScatterSm80 {
       });
     }
 
-    static __device__ void Finish(const Args& args, const CallContext& call, uint32_t smem,
-                                  Sums80<Config>& sums, Tile tile) {
+    static __device__ __forceinline__ void Finish(const Args& args, const CallContext& call,
+                                                  uint32_t smem, Sums80<Config>& sums, Tile tile) {
       if constexpr (sizeof(T) == 2) {
         if (!args.out_f32) return FinishAs<T>(args, call, smem, sums, tile);
       }

@@ -23,7 +23,7 @@ from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
 from ... import _config, _native
-from ..._call import derivatives, local_ops, tuning_tables
+from ..._call import derivatives, gpu_code, local_ops, tuning_tables
 from ..._call.forms import Op, ShapeDtype
 from ..._call.plans import Arrays, Plan
 from ..._call.primitives import make_primitive
@@ -221,6 +221,7 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
         "activation": np.int64(_native.number_of(params.activation, _native.ACTIVATIONS)),
         "fill": params.fill,
         "gated": params.gated,
+        "portable": gpu_code.runs_portable(),
         "scaled": params.scaled,
         "share": np.float64(params.share),
         "sums": params.sums,
@@ -231,7 +232,11 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
 
 
 def _attributes_dw(arrays: Arrays, params: DwParams, plan: Plan) -> dict[str, Any]:
-    return {"share": np.float64(params.share), "tile": forced_tile(gated=False)}
+    return {
+        "portable": gpu_code.runs_portable(),
+        "share": np.float64(params.share),
+        "tile": forced_tile(gated=False),
+    }
 
 
 # ---- Batches -------------------------------------------------------------------------------------
