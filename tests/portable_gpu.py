@@ -6,7 +6,7 @@ A library with portable code alone is built where --build has none, and takes mi
 compute capability 9.0 the driver then compiles sm_80's PTX: what other GPUs run. Every run is a
 process with that library, and ends with a word in the table:
 
-    code        the GPUs run portable code, and products say that they have none
+    code        the GPUs run portable code, and ops that have none say so
     doctor      python -m jflux.doctor --unchecked
     stress      random calls against float64, with late ranks, poisoned workspaces, second calls,
                 and loops that XLA captures in graphs
@@ -43,8 +43,9 @@ assert capabilities == {"9.0"}, f"--build is for Hopper, these are {capabilities
 assert gpu_code.arch_here() == gpu_code.PORTABLE, "the GPUs run code for sm_90a"
 assert _heap.existing_or_new() == "cuda", _heap.why_no_heap("cuda")
 jflux.config.update(unchecked_kernels=True)
-for op in ("all_gather_matmul", "all_reduce"):
-    print(op, gpu_code.why_not(op, gpu_code.arch_here(), gpu_code.gpu_here()))
+for op, has_code in {"all_gather_matmul": True, "matmul_all_reduce": False}.items():
+    why = gpu_code.why_not(op, gpu_code.arch_here(), gpu_code.gpu_here())
+    assert (why is None) == has_code, (op, why)
 """
 ROUTE = """
 import jflux, moe_gpu
