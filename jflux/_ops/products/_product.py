@@ -253,6 +253,8 @@ def kernel_takes(
         return why
     if platform == "cuda" and x.dtype == np.float32 and no_float32 is not None:
         return no_float32
+    if platform == "cuda" and x.shape[-1] * x.dtype.itemsize >= 1 << 31:
+        return "a row of x has 2 GiB or more"
     if platform == "cuda" and total_rows(x) * world >= 1 << 31:
         return f"{total_rows(x)} rows on each of {world} ranks, kernels take fewer than 2^31 in all"
     if world > MAX_RANKS:
