@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 
 from . import _config, _heap, _jax_internals, _native, testing
-from ._call import explain, gpu_code
+from ._call import explain, gpu_code, selftest_record
 from ._call.plans import Path, Plan
 from ._heap import _nvshmem
 from ._ops._spec import OpSpec, collectives, products
@@ -69,7 +69,7 @@ def _devices() -> Iterator[str]:
     if _heap._cuda_usable():
         yield from gpu_code.report(
             gpu_code.arch_here(), ", ".join(kinds), gpu_code.portable_ops(),
-            gpu_code.PORTABLE_IS_CHECKED or _config.config.unchecked_kernels,
+            gpu_code.is_switched_on(), selftest_record.here().why,
         )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from workers.common import environment
 
 import jflux
 from jflux import _native, doctor
+from jflux._call import gpu_code
 from jflux._ops._spec import all_ops
 from jflux._tools import bug_reports, trials
 
@@ -157,10 +158,10 @@ def test_a_log_that_is_not_there():
 
 def test_driver(tmp_path, monkeypatch):
     path = tmp_path / "version"
-    monkeypatch.setattr(bug_reports, "_DRIVER", path)
-    assert bug_reports.driver() is None
+    monkeypatch.setattr(gpu_code, "_DRIVER", path)
+    assert gpu_code.driver() is None
     path.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release")
-    assert bug_reports.driver() == "580.159.04"
+    assert gpu_code.driver() == "580.159.04"
 
 
 PACKAGE = Path(jflux.__file__).parent

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 import re
 import shutil
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _heap, _native
-from jflux._call import gpu_code, local_ops, plans, primitives
+from jflux._call import gpu_code, local_ops, plans, primitives, selftest_record
 from jflux._call.forms import Call, choose
 from jflux._call.gpu_code import HOPPER, PORTABLE
 from jflux._call.plans import Machine
@@ -65,7 +66,10 @@ def test_the_choice():
     )
     for gpus in (USERS, EVERY):
         assert why_not(gpus, PORTABLE, "a B200", True) is None
-        assert "have not been checked there" in why_not(gpus, PORTABLE, "a B200", False)
+        why = why_not(gpus, PORTABLE, "a B200", False, "it passed with driver 1")
+        assert "have not been checked there" in why and "(it passed with driver 1)" in why
+        assert why_not(gpus, PORTABLE, "a B200", False, "") is None
+    assert "not for a B200" in why_not((HOPPER, HOPPER), PORTABLE, "a B200", False, "")
 
 
 def test_the_code_of_a_gpu_that_is_not_here():
@@ -87,7 +91,7 @@ def gpus(monkeypatch):
 
     def set_(capabilities, archs):
         found = [Gpu(c, local_hardware_id=i) for i, c in enumerate(capabilities)]
-        monkeypatch.setattr(gpu_code, "_gpus", lambda: found)
+        monkeypatch.setattr(gpu_code, "gpus", lambda: found)
 
         def cuda_arch(ordinal):
             if archs[ordinal] is None:
@@ -99,12 +103,14 @@ def gpus(monkeypatch):
         )
         monkeypatch.setattr(_native, "lib", lib)
         monkeypatch.setattr(_heap, "lib", lib)
-        gpu_code.arch_here.cache_clear()
-        _heap._why_no_cuda.cache_clear()
+        forget()
+
+    def forget():
+        for cached in (gpu_code.arch_here, _heap._why_no_cuda, selftest_record.here):
+            cached.cache_clear()
 
     yield set_
-    gpu_code.arch_here.cache_clear()
-    _heap._why_no_cuda.cache_clear()
+    forget()
 
 
 def test_the_code_of_this_process(gpus):
@@ -154,6 +160,37 @@ def test_local_ops(gpus, unchecked):
         assert "kernels are for compute capability 9.0" in plan.reason and plan.unsupported
 
 
+def test_local_ops_of_a_recorded_machine(gpus, monkeypatch, tmp_path):
+    monkeypatch.setenv("JFLUX_TUNING_DIR", str(tmp_path))
+    monkeypatch.setattr(gpu_code, "driver", lambda: "580.1")
+    form = local_ops.kernel(
+        "moe_route", why_not=local_ops.takes_all, attributes=None, checked_on_gpus=True
+    )
+
+    def plan_on(capability, arch):
+        gpus([capability], [arch])
+        return choose([form], Call([], None), Machine("cuda"))[0]
+
+    with jflux.config(unchecked_kernels=False):
+        assert "(it has not passed here)" in plan_on("8.0", 80).reason
+        selftest_record.store(selftest_record.key_here(), 1, "2026-11-30")
+        plan = plan_on("8.0", 80)
+        assert plan.path == "fused"
+        assert plan.reason.endswith("in portable code, which jflux.selftest has checked here")
+        assert "portable" not in plan_on("9.0", 90).reason
+        # Processes of a job would have to know of each other.
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        plan = plan_on("8.0", 80)
+        assert plan.path == "reference" and "after jflux.init()" in plan.reason
+        monkeypatch.setattr(jax, "process_count", lambda: 1)
+        monkeypatch.setattr(gpu_code, "driver", lambda: "580.2")
+        assert "it passed with driver 580.1, and this is 580.2" in plan_on("8.0", 80).reason
+        selftest_record.path("a GPU").write_text("{")
+        assert "its record cannot be read" in plan_on("8.0", 80).reason
+    with jflux.config(unchecked_kernels=True):
+        assert plan_on("8.0", 80).reason.endswith("which unchecked_kernels takes")
+
+
 def calls_on(arch, monkeypatch, f, *args):
     """The calls of a function over a mesh, as GPUs plan them that run this code."""
     machine = Machine("cuda", sm_count=108, link_gbps=250, device_kind="an A100", arch=arch)
@@ -191,6 +228,27 @@ def test_ops_with_portable_code_take_it_and_others_say_why_not(monkeypatch):
         planned = calls_on(PORTABLE, monkeypatch, f, x, w)
     for op in ("all_reduce", "all_gather_matmul"):
         assert "unchecked_kernels=True" in planned[op].reason
+
+
+@pytest.mark.parametrize("no_record", ["", "it passed with driver 1, and this is 2"])
+def test_ops_over_ranks_of_a_recorded_machine(no_record, monkeypatch):
+    """The job's record is a number of the machine, which all processes know."""
+    for name, value in {"kernel_arch": PORTABLE, "no_record": no_record, "sm_count": 108,
+                        "link_gbps": 250.0}.items():  # fmt: skip
+        monkeypatch.setattr(_heap, name, lambda value=value: value)
+    machine = plans.machine_of("cuda", make_mesh((1,)))
+    assert machine.no_record == no_record
+    with jflux.config(unchecked_kernels=False):
+        why = machine.why_no_kernel("all_reduce")
+        assert why is None if not no_record else no_record in why
+        assert "compute capability 9.0" in machine.why_no_kernel("matmul_all_reduce")
+        fused = plans.Plan(plans.Path.FUSED, "because")
+        said = plans.in_portable_code(fused, machine.arch, machine.no_record).reason
+        assert said == "because" + ("" if no_record else
+                                    "; in portable code, which jflux.selftest has checked here")  # fmt: skip
+        assert plans.in_portable_code(fused, HOPPER, "") is fused
+        other = plans.reference("lax is as fast")
+        assert plans.in_portable_code(other, machine.arch, "") is other
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
@@ -234,11 +292,17 @@ def test_a_norm_needs_clusters(arch):
 
 def test_what_the_doctor_says():
     assert gpu_code.report(HOPPER, "an H100", ["all_reduce"], False) == []
-    for taken in (False, True):
-        first, second = gpu_code.report(PORTABLE, "an A100", ["all_reduce", "moe_route"], taken)
-        assert "compiled for an A100, never run here" in first and "'jflux on another GPU'" in first
+    portable = ["all_reduce", "moe_route"]
+    for taken, no_record in itertools.product((False, True), ("it passed with driver 1", "")):
+        first, second = gpu_code.report(PORTABLE, "an A100", portable, taken, no_record)
+        assert first.startswith("kernels: compiled for an A100, ")
+        if no_record:
+            assert "run python -m jflux.selftest (it passed with driver 1)" in first
+            assert "'jflux on another GPU'" in first
+        else:
+            assert first.endswith("and checked here by python -m jflux.selftest")
         assert second.endswith(": all_reduce, moe_route; other ops take lax")
-        assert ("unchecked_kernels=True" in second) != taken
+        assert ("unchecked_kernels=True" in second) == (no_record != "" and not taken)
     template = ROOT / ".github/ISSUE_TEMPLATE/another_gpu.yml"
     assert template.read_text().startswith("name: jflux on another GPU\n")
 

@@ -9,6 +9,8 @@ GPUs an op's kernels are for (cc/ops/registry.cc).
 from __future__ import annotations
 
 import functools
+import pathlib
+import re
 
 import jax
 
@@ -22,8 +24,14 @@ PORTABLE: int = _native.PORTABLE_ARCH
 #: ``jflux.config.unchecked_kernels``.
 PORTABLE_IS_CHECKED = False
 
+#: Why no record of jflux.selftest counts where nobody has looked for one.
+NO_RECORD = "it has not passed here"
+_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
-def why_not_of(gpus: tuple[int, int], arch: int, gpu: str, unchecked: bool) -> str | None:
+
+def why_not_of(
+    gpus: tuple[int, int], arch: int, gpu: str, unchecked: bool, no_record: str = NO_RECORD
+) -> str | None:
     """Why a GPU runs no kernel of an op, or None.
 
     Args:
@@ -31,25 +39,40 @@ def why_not_of(gpus: tuple[int, int], arch: int, gpu: str, unchecked: bool) -> s
       arch: of the code that the GPU runs.
       gpu: its name, for messages.
       unchecked: whether portable code is taken before it has been checked on a GPU.
+      no_record: why no record of jflux.selftest counts; "" if one does (`selftest_record`).
     """
     if arch >= HOPPER:
         return None
     if not gpus[0] <= arch <= gpus[1]:
         return f"its kernels are for compute capability 9.0 (H100, H200), not for {gpu}"
-    if not unchecked:
+    if no_record and not unchecked:
         return (
-            f"its kernels are compiled for {gpu} and have not been checked there; "
+            f"its kernels are compiled for {gpu} and have not been checked there; python -m "
+            f"jflux.selftest checks them ({no_record}), "
             "jflux.config(unchecked_kernels=True) takes them"
         )
     return None
 
 
-def why_not(op: str, arch: int, gpu: str) -> str | None:
+def why_not(op: str, arch: int, gpu: str, no_record: str) -> str | None:
     """:func:`why_not_of` of an op by its name, as jflux is configured."""
     if arch >= HOPPER:
         return None
-    unchecked = PORTABLE_IS_CHECKED or _config.config.unchecked_kernels
-    return why_not_of(_native.lib.gpus(op), arch, gpu or "this GPU", unchecked)
+    return why_not_of(_native.lib.gpus(op), arch, gpu or "this GPU", is_switched_on(), no_record)
+
+
+def is_switched_on() -> bool:
+    """Whether portable code is taken, whatever has been checked on this machine."""
+    return PORTABLE_IS_CHECKED or _config.config.unchecked_kernels
+
+
+def by_whose_leave(arch: int, no_record: str) -> str:
+    """Why a GPU takes portable code, as reasons of plans end; "" of Hopper's."""
+    if arch >= HOPPER or PORTABLE_IS_CHECKED:
+        return ""
+    if _config.config.unchecked_kernels:
+        return "; in portable code, which unchecked_kernels takes"
+    return "" if no_record else "; in portable code, which jflux.selftest has checked here"
 
 
 def arch_of(capability: str | None) -> int:
@@ -63,7 +86,17 @@ def describe(device: jax.Device) -> str:
     return f"{device.device_kind} (compute capability {capability})"
 
 
-def _gpus() -> list[jax.Device]:
+def driver() -> str | None:
+    """The version of the NVIDIA driver; None without one."""
+    try:
+        found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", _DRIVER.read_text())
+    except OSError:
+        return None
+    return found and found[0]
+
+
+def gpus() -> list[jax.Device]:
+    """Of this process."""
     try:
         return jax.local_devices(backend="cuda")
     except RuntimeError:
@@ -78,7 +111,7 @@ def arch_here() -> int:
       RuntimeError: one of them runs none; says which and why.
     """
     found = [HOPPER]
-    for device in _gpus():
+    for device in gpus():
         capability = str(getattr(device, "compute_capability", "unknown"))
         if capability.split(".")[0] in ("5", "6", "7"):
             raise RuntimeError(f"{describe(device)}: kernels need 8.0 or later")
@@ -103,7 +136,7 @@ def runs_portable() -> bool:
 
 def gpu_here() -> str:
     """The name of this process's first GPU; "" without any."""
-    return next((device.device_kind for device in _gpus()), "")
+    return next((device.device_kind for device in gpus()), "")
 
 
 def portable_ops() -> list[str]:
@@ -112,20 +145,27 @@ def portable_ops() -> list[str]:
     return sorted(name for name in names if _native.lib.gpus(name)[0] == PORTABLE)
 
 
-def report(arch: int, gpus: str, portable: list[str], taken: bool) -> list[str]:
+def report(
+    arch: int, gpus: str, portable: list[str], taken: bool, no_record: str = NO_RECORD
+) -> list[str]:
     """What `jflux.doctor` says of GPUs, if there is anything to say.
 
     Args:
       arch: of the code that they run.
       gpus: their names.
       portable: names of the ops that have such code.
-      taken: whether these take their kernels.
+      taken: whether these take their kernels, whatever has been checked.
+      no_record: why no record of jflux.selftest counts; "" if one does.
     """
     if arch >= HOPPER:
         return []
-    how = "run here" if taken else "run here with jflux.config(unchecked_kernels=True)"
-    return [
-        f"kernels: compiled for {gpus}, never run here: please report how they do, with the issue "
-        "template 'jflux on another GPU'",
-        f"  {how}: {', '.join(portable)}; other ops take lax",
-    ]
+    how = "run here with jflux.config(unchecked_kernels=True)"
+    if taken or not no_record:
+        how = "run here"
+    first = (
+        f"kernels: compiled for {gpus}, not checked here: please run python -m jflux.selftest "
+        f"({no_record}), and report with the issue template 'jflux on another GPU'"
+        if no_record
+        else f"kernels: compiled for {gpus}, and checked here by python -m jflux.selftest"
+    )
+    return [first, f"  {how}: {', '.join(portable)}; other ops take lax"]

@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from .. import _config, _native
+from .. import _config, _heap, _native
 from . import ffi_targets, gpu_code, plans
 from .forms import AttributesRule, Call, Form, Kernel, Reference, WhyNot
 from .plans import Arrays, Machine, Path, Plan
@@ -73,20 +73,22 @@ def kernel(
             return Plan(Path.FUSED, "a local op on a CPU")
         if not _native.lib.built_with_cuda():
             return WhyNot("this build of jflux has no GPU kernels", unsupported=True)
-        if why := plans.why_unchecked(checked_on_gpus) or why_no_code(arrays, params):
+        if why := plans.why_unchecked(checked_on_gpus):
             return refuse(why)
-        return plan(arrays, params)
-
-    def why_no_code(arrays: Arrays, params: Any) -> str | None:
-        """Why this process's GPUs have no code that takes the call, or None."""
         try:
             arch = _config.config.current().arch or gpu_code.arch_here()
         except RuntimeError as error:
-            return str(error)
+            return refuse(str(error))
         if arch >= gpu_code.HOPPER:
-            return None
-        why = gpu_code.why_not(name, arch, gpu_code.gpu_here())
-        return why or why_not_portable(arrays, params, "cuda")
+            return plan(arrays, params)
+        no_record = _heap.no_record_of_local_ops()
+        why = gpu_code.why_not(name, arch, gpu_code.gpu_here(), no_record)
+        if why := why or why_not_portable(arrays, params, "cuda"):
+            return refuse(why)
+        planned = plan(arrays, params)
+        if isinstance(planned, WhyNot):
+            return planned
+        return plans.in_portable_code(planned, arch, no_record)
 
     return Form(takes, Kernel(attributes, prepare=prepare, aliases=aliases or {}))
 

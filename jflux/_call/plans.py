@@ -125,6 +125,12 @@ def fused(reason: str, native: Mapping[str, int], key: Any = None) -> Plan:
     )
 
 
+def in_portable_code(plan: Plan, arch: int, no_record: str) -> Plan:
+    """A plan whose reason says so where a kernel runs portable code."""
+    by = gpu_code.by_whose_leave(arch, no_record) if plan.path == Path.FUSED else ""
+    return dataclasses.replace(plan, reason=plan.reason + by) if by else plan
+
+
 #: How a reason ends that is a want of room.
 MORE_HEAP = "jflux.init(heap_bytes=...) gives it more"
 
@@ -152,6 +158,8 @@ class Machine:
       device_kind: the GPU's name, by which tuning tables are found; "" on CPUs.
       arch: of the kernels' code that the GPU runs (`gpu_code`).
       is_here: whether the devices belong to this program, and not to a topology to export for.
+      no_record: why no record of jflux.selftest counts; "" if one does (`selftest_record`). Nobody
+        asks on Hopper.
     """
 
     platform: str
@@ -161,6 +169,7 @@ class Machine:
     device_kind: str = ""
     arch: int = gpu_code.HOPPER
     is_here: bool = True
+    no_record: str = gpu_code.NO_RECORD
 
     @property
     def on_gpus(self) -> bool:
@@ -198,7 +207,9 @@ class Machine:
 
     def why_no_kernel(self, op: str) -> str | None:
         """Why it has no kernel of an op, or None."""
-        return gpu_code.why_not(op, self.arch, self.device_kind) if self.on_gpus else None
+        if not self.on_gpus:
+            return None
+        return gpu_code.why_not(op, self.arch, self.device_kind, self.no_record)
 
 
 #: Multiprocessors of an H100 or H200, for devices that cannot be asked.
@@ -215,15 +226,19 @@ def machine_of(platform: str, mesh: Mesh) -> Machine:
     own = 0 if is_here else int(getattr(first, "core_count", None) or 0)
     kinds = {device.device_kind for device in mesh.devices.flat}
     capability = getattr(first, "compute_capability", None)
+    arch = _config.config.current().arch
+    if arch is None:
+        arch = _heap.kernel_arch() if is_here else gpu_code.arch_of(capability)
+    is_portable = is_here and arch < gpu_code.HOPPER
     machine = Machine(
         platform=platform,
         sm_count=(_heap.sm_count() if is_here else own) or USUAL_SM_COUNT,
         link_gbps=_heap.link_gbps() if is_here else 0.0,
         heap_bytes=_heap.heap_bytes(platform),
         device_kind=first.device_kind if is_here and len(kinds) == 1 else "",
-        arch=_config.config.current().arch
-        or (_heap.kernel_arch() if is_here else gpu_code.arch_of(capability)),
+        arch=arch,
         is_here=is_here,
+        no_record=_heap.no_record() if is_portable else gpu_code.NO_RECORD,
     )
     if machine.links < 1 and machine.device_kind in MEASURED_GPUS and jax.process_index() == 0:
         _config.say_once(

@@ -204,7 +204,10 @@ def plan_call(
     levels = levels_over(platform, mesh, params.axis_names)
     if isinstance(levels, str):
         return Planned(plans.unsupported(levels))
-    return Planned(*choose_on(op, Call(avals, params, levels), machine), machine)
+    plan, form = choose_on(op, Call(avals, params, levels), machine)
+    if machine.on_gpus:
+        plan = plans.in_portable_code(plan, machine.arch, machine.no_record)
+    return Planned(plan, form, machine)
 
 
 def choose_on(op: Op, call: Call, machine: Machine) -> tuple[Plan, Form[Kernel | Run] | None]:

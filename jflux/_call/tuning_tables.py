@@ -12,16 +12,16 @@ import dataclasses
 import functools
 import json
 import logging
-import os
 import pathlib
 import re
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from .. import _config, _heap, _native
+from . import user_files
+from .user_files import slug as slug
 
 DECOMPOSED = "decomposed"  # instead of a choice: XLA's product and a collective, not the kernel
 
@@ -177,11 +177,6 @@ def lookup(key: Key, gpu: str) -> Choice | str | None:
     return None
 
 
-def slug(gpu: str) -> str:
-    """A GPU's name as files have it."""
-    return re.sub(r"\W+", "_", gpu.strip().lower())
-
-
 @functools.cache
 def shipped_table(gpu: str) -> Table:
     """The table that comes with jflux for this model of GPU; empty if there is none."""
@@ -194,11 +189,7 @@ def shipped_table(gpu: str) -> Table:
 
 def user_path(gpu: str) -> pathlib.Path:
     """Where `jflux.tune` writes: $JFLUX_TUNING_DIR, else the user's cache directory."""
-    base = os.environ.get("JFLUX_TUNING_DIR")
-    if not base:
-        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        base = os.path.join(cache, "jflux")
-    return pathlib.Path(base) / f"tuning-{slug(gpu)}.json"
+    return user_files.folder() / f"tuning-{slug(gpu)}.json"
 
 
 def _writer() -> dict[str, Any]:
@@ -227,17 +218,9 @@ def store(path: pathlib.Path, choices: Table) -> None:
     cannot be written is logged: the choices were measured all the same, and this process has them.
     """
     merged = {**load(path), **choices}
-    temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
-            temporary = f.name
-            json.dump({**_writer(), "choices": dict(sorted(merged.items()))}, f, indent=1)
-            f.write("\n")
-        os.replace(temporary, path)
+        user_files.write_json(path, {**_writer(), "choices": dict(sorted(merged.items()))})
     except OSError as error:
-        if temporary is not None:
-            pathlib.Path(temporary).unlink(missing_ok=True)
         _config.say_once(
             logging.WARNING,
             f"tuning table {path} cannot be written ({error}); set JFLUX_TUNING_DIR to a folder "

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .. import _config, _version
-from .._call import ffi_targets, gpu_code
+from .._call import ffi_targets, gpu_code, selftest_record
 from .._native import lib
 from .._ranks import meshes
 from . import _fork, _making, _nodes, _nvshmem, _rendezvous, _report, _workspaces
@@ -287,6 +287,22 @@ def kernel_arch() -> int:
     return _ensure("cuda").arch or gpu_code.HOPPER
 
 
+def no_record() -> str:
+    """Why records of jflux.selftest do not count for this job; "" if they do: the same in all
+    processes."""
+    return _ensure("cuda").no_record
+
+
+def no_record_of_local_ops() -> str:
+    """The same of ops of one rank, which need no heap. Processes of a job lower the same programs,
+    and know each other's records from when they have made their heaps."""
+    if jax.process_count() == 1:
+        return selftest_record.here().why
+    if (job := _jobs.get("cuda")) is None:
+        return "in jobs of several processes a record counts after jflux.init()"
+    return job.no_record
+
+
 def why_not_usable(platform: str, mesh: Mesh, table: np.ndarray) -> str | None:
     """Why calls over these groups of ranks run no kernels, or None. Makes the heap, if the mesh's
     devices belong to this program.
@@ -484,6 +500,7 @@ def _facts(platform: str, members: _making.Members) -> Facts:
     why_no_cuda = _why_no_cuda() if platform == "cuda" else None
     backend = _settings.backend
     arch = gpu_code.arch_here() if platform == "cuda" and not why_no_cuda else 0
+    record = selftest_record.here() if arch else selftest_record.Found()
     sizes = [getattr(d, "core_count", None) for d in jax.local_devices(backend=platform)]
     return Facts(
         process=members.me,
@@ -495,6 +512,8 @@ def _facts(platform: str, members: _making.Members) -> Facts:
         build=_version.__version__,
         sm_count=min((int(size) for size in sizes if size), default=0),
         arch=arch,
+        checked=record.devices,
+        no_record=record.why,
         backend=backend or "",
         no_nvshmem=_nvshmem.why_not_here(platform, len(members.devices), arch) if backend else "",
         arena=lib.nvshmem_arena_bytes() if backend else 0,

@@ -33,6 +33,9 @@ class Facts:
       build: the version of jflux.
       sm_count: multiprocessors of its smallest GPU; 0 on CPUs.
       arch: of the kernels' code that its GPUs run (`gpu_code`); 0 on CPUs.
+      checked: on how many GPUs jflux.selftest has passed on its machine (`selftest_record`); 0: no
+        record counts.
+      no_record: why no record counts.
       backend: what jflux.init was asked for: "nvshmem", or "" for the usual one.
       no_nvshmem: why it cannot use NVSHMEM; "" if it can, or was not asked to.
       arena: bytes that it has had of NVSHMEM since an earlier heap; 0 if NVSHMEM has not started.
@@ -47,6 +50,8 @@ class Facts:
     build: str = ""
     sm_count: int = 0
     arch: int = 0
+    checked: int = 0
+    no_record: str = ""
     backend: str = ""
     no_nvshmem: str = ""
     arena: int = 0
@@ -193,6 +198,22 @@ class Job:
     def arch(self) -> int:
         """Of the code that all GPUs run; 0 without GPUs."""
         return min((f.arch for f in self.facts.values() if f.arch), default=0)
+
+    @property
+    def no_record(self) -> str:
+        """Why records of jflux.selftest do not count for the job; "" if they do. Each process's
+        machine has one, of as many GPUs as its node has."""
+        if self.absent:
+            return self.absent
+        together = processes_of_nodes(self.facts.values())
+        for process, facts in sorted(self.facts.items()):
+            whose = "" if len(self.facts) == 1 else f"process {process}: "
+            if not facts.checked:
+                return whose + facts.no_record
+            there = sum(len(self.facts[p].devices) for p in together[process])
+            if facts.checked < there:
+                return f"{whose}it passed on {facts.checked} GPUs, and here are {there}"
+        return ""
 
     def process_of(self) -> dict[int, int]:
         """By device."""

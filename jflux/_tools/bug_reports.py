@@ -7,7 +7,6 @@ from __future__ import annotations
 import getpass
 import importlib.metadata
 import os
-import pathlib
 import re
 import socket
 from collections.abc import Iterator
@@ -15,12 +14,11 @@ from collections.abc import Iterator
 import jax
 
 from .. import _config
-from .._call import tuning_tables
+from .._call import gpu_code, tuning_tables
 
 _PACKAGES = re.compile(r"(flax|numpy|optax|orbax-checkpoint|jax-cuda.*|nvidia-(nccl|nvshmem).*)")
 _VARIABLES = re.compile(r"(JFLUX|XLA|JAX|CUDA|NCCL|NVSHMEM)_\w+")
 _PRIVATE = re.compile(r"ADDRESS|HOST|IFNAME|KEY|PASS|SECRET|TOKEN|USER")
-_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
 def scrub(text: str) -> str:
@@ -43,15 +41,6 @@ def _scrub_all(text: str) -> str:
     return re.sub(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?(?![\w.])", "<address>", scrub(text))
 
 
-def driver() -> str | None:
-    """The version of the NVIDIA driver; None without one."""
-    try:
-        found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", _DRIVER.read_text())
-    except OSError:
-        return None
-    return found and found[0]
-
-
 def _packages() -> Iterator[str]:
     found = {}
     for one in importlib.metadata.distributions():
@@ -65,7 +54,7 @@ def _gpus() -> Iterator[str]:
     gpus = [d for d in jax.local_devices() if d.platform == "gpu"]
     kinds = {f"{d.device_kind}, capability {d.compute_capability}" for d in gpus}
     named = "; ".join(sorted(kinds)) or "none"
-    yield f"driver: {driver() or 'none'}; GPUs of this process: {named}"
+    yield f"driver: {gpu_code.driver() or 'none'}; GPUs of this process: {named}"
 
 
 def _settings() -> Iterator[str]:

@@ -147,7 +147,10 @@ def tune(
         why = _heap._why_no_cuda() if jax.default_backend() == "gpu" else "there is no GPU"
         raise RuntimeError(f"jflux.tune chooses among kernels for GPUs, and {why}")
     arch = gpu_code.arch_here() if spec is _MATMUL else _heap.kernel_arch()
-    if why := gpu_code.why_not(op, arch, gpu_code.gpu_here()):
+    no_record = gpu_code.NO_RECORD
+    if arch < gpu_code.HOPPER:
+        no_record = _heap.no_record_of_local_ops() if spec is _MATMUL else _heap.no_record()
+    if why := gpu_code.why_not(op, arch, gpu_code.gpu_here(), no_record):
         raise RuntimeError(f"jflux.tune: {op}: {why}")
     if mesh is None:
         mesh = jax.make_mesh((jax.device_count(),), meshes.as_tuple(axis_name))

@@ -1,0 +1,170 @@
+"""Random calls of ops of one rank, checked against numpy: sorts exactly, sums in float64. Each call
+runs twice and must have the same bits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jflux
+from jflux import moe
+
+from .. import _native, testing
+from .._call import gpu_code
+from .._call.plans import Path
+
+#: How many calls of each kind.
+CALLS = 6
+HALVES = (jnp.bfloat16, jnp.float16)
+
+
+def _run(op: str, f: Callable[..., Any], *args: Any) -> Any:
+    """The results of a call, in numpy. Says so if a GPU that has code for `op` runs none."""
+    jitted = jax.jit(f)
+    with jflux.explaining() as calls:
+        first, again = (jax.tree.map(np.asarray, jitted(*args)) for _ in range(2))
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+        if a.tobytes() != b.tobytes():
+            raise AssertionError(f"{op}: a second call has other bits")
+    if jax.default_backend() == "gpu" and has_code(op):
+        of_op = [call.plan for call in calls if call.op == op]
+        if not any(plan.path == Path.FUSED for plan in of_op):
+            why = of_op[0].reason if of_op else "it was not called"
+            raise AssertionError(f"{op}: no kernel ran: {why}")
+    return first
+
+
+def has_code(op: str) -> bool:
+    """Whether the GPUs here run code of an op's kernels."""
+    first, last = _native.lib.gpus(op)
+    return first <= gpu_code.arch_here() <= last
+
+
+def _same(what: str, found: Any, wanted: Any) -> None:
+    if not np.array_equal(np.asarray(found), wanted):
+        raise AssertionError(f"{what}: wrong")
+
+
+def _draw_indices(rng: np.random.Generator) -> tuple[np.ndarray, int]:
+    """Experts of tokens [T, k], -1 among them, and how many there are."""
+    experts, k = int(rng.choice([1, 8, 60, 128, 720])), int(rng.integers(1, 9))
+    tokens = int(rng.choice([1, 31, 1025, 4096]))
+    return rng.integers(-1, experts, (tokens, k)).astype(np.int32), experts
+
+
+def _sorted_slots(indices: np.ndarray) -> np.ndarray:
+    """Numbers of the slots that have an expert, by expert."""
+    slots = indices.reshape(-1)
+    order = np.argsort(slots, kind="stable")
+    return order[slots[order] >= 0]
+
+
+def route(rng: np.random.Generator) -> None:
+    indices, experts = _draw_indices(rng)
+    found = _run("moe_route", functools.partial(moe.route, num_experts=experts), indices)
+    order, slots = _sorted_slots(indices), indices.reshape(-1)
+    counts = np.bincount(slots[order], minlength=experts)
+    source, destination = (np.full(slots.size, -1) for _ in range(2))
+    source[: len(order)] = order
+    destination[order] = np.arange(len(order))
+    _same("moe.route: counts", found.counts, counts)
+    _same("moe.route: offsets", found.offsets, np.concatenate([[0], np.cumsum(counts)]))
+    _same("moe.route: source", found.source, source)
+    _same("moe.route: destination", found.destination, destination.reshape(indices.shape))
+
+
+def rows(rng: np.random.Generator) -> None:
+    indices, experts = _draw_indices(rng)
+    tokens, k = indices.shape
+    dtype, width = HALVES[rng.integers(2)], 8 * int(rng.choice([1, 17, 128]))
+    x = rng.standard_normal((tokens, width)).astype(dtype)
+    weights = rng.standard_normal((tokens, k)).astype(np.float32)
+
+    def there_and_back(x: Any, indices: Any, weights: Any) -> Any:
+        routing = moe.route(indices, experts)
+        copies = moe.permute(x, routing)
+        return copies, moe.unpermute(copies, routing, weights)
+
+    copies, summed = _run("moe_rows", there_and_back, x, indices, weights)
+    order = _sorted_slots(indices)
+    wanted = np.zeros((tokens * k, width), x.dtype)
+    wanted[: len(order)] = x[order // k]
+    _same("moe.permute", copies, wanted)
+    factors = np.where(indices >= 0, weights, 0).astype(np.float64)
+    exact, size = (a.sum(1)[:, None] * b for a, b in _with_sizes(factors, x.astype(np.float64)))
+    testing.assert_close(summed, exact, size, dtype, k)
+
+
+def _with_sizes(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], ...]:
+    """The arrays, and their magnitudes."""
+    return arrays, tuple(np.abs(a) for a in arrays)
+
+
+def gate(rng: np.random.Generator) -> None:
+    tokens, experts = int(rng.choice([1, 31, 1025])), int(rng.choice([8, 64, 256]))
+    k = int(rng.integers(1, 9))
+    logits = rng.standard_normal((tokens, experts)).astype(np.float32)
+    dy = rng.standard_normal((tokens, k)).astype(np.float32)
+
+    def both(logits: Any, dy: Any) -> Any:
+        def weights(logits: Any) -> Any:
+            indices, weights = moe.top_k_softmax(logits, k)
+            return weights, indices
+
+        found, pull, indices = jax.vjp(weights, logits, has_aux=True)
+        return indices, found, pull(dy)[0]
+
+    indices, weights, gradient = _run("moe_gate", both, logits, dy)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+    _same("top_k_softmax: choices", indices, order)
+    chosen = np.take_along_axis(logits, order, 1).astype(np.float64)
+    e = np.exp(chosen - chosen.max(1, keepdims=True))
+    p = e / e.sum(1, keepdims=True)
+    slopes = np.zeros(logits.shape)
+    np.put_along_axis(slopes, order, p * (dy - (p * dy).sum(1, keepdims=True)), 1)
+    testing.assert_close(weights, p, np.full(p.shape, 4.0), np.float32, experts)
+    testing.assert_close(gradient, slopes, np.full(slopes.shape, 32.0), np.float32, experts)
+
+
+def decode(rng: np.random.Generator) -> None:
+    dtype, width = HALVES[rng.integers(2)], int(rng.choice([64, 128]))
+    groups, shared = int(rng.choice([1, 2, 4])), int(rng.choice([1, 4, 8]))
+    batch, positions = int(rng.integers(1, 6)), int(rng.choice([64, 320, 2048]))
+    heads = groups * shared
+    q = rng.standard_normal((batch, heads, width)).astype(dtype)
+    k, v = (rng.standard_normal((batch, positions, groups, width)).astype(dtype) for _ in "kv")
+    lengths = rng.integers(1, positions + 1, batch).astype(np.int32)
+    found = _run("flash_decode", jflux.flash_decode, q, k, v, lengths)
+    q64, k64, v64 = (a.astype(np.float64) for a in (q, k, v))
+    k64, v64 = (np.repeat(a, shared, 2) for a in (k64, v64))
+    s = np.einsum("bhd,bthd->bht", q64, k64) / np.sqrt(width)
+    s = np.where(np.arange(positions) < lengths[:, None, None], s, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    exact, size = (np.einsum("bht,bthd->bhd", p, a) for a in (v64, np.abs(v64)))
+    # Exponentials are rounded before they are multiplied, and tiny ones of float16 vanish.
+    testing.assert_close(found, exact, 2 * size + 0.03, dtype, width)
+
+
+KINDS = (route, rows, gate, decode)
+
+
+def check(seed: int, calls: int = CALLS) -> int:
+    """Checks so many random calls of each kind, and returns how many they were.
+
+    Raises:
+      AssertionError: one was wrong, or ran no kernel on a GPU that has code for it.
+    """
+    for number in range(calls):
+        for kind in KINDS:
+            try:
+                kind(np.random.default_rng([seed, number]))
+            except AssertionError as error:
+                raise AssertionError(f"{kind.__name__}, call {number}: {error}") from None
+        jax.clear_caches()
+    return calls * len(KINDS)
