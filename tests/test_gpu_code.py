@@ -244,8 +244,8 @@ def test_ops_over_ranks_of_a_recorded_machine(no_record, monkeypatch):
         assert "compute capability 9.0" in machine.why_no_kernel("matmul_all_reduce")
         fused = plans.Plan(plans.Path.FUSED, "because")
         said = plans.in_portable_code(fused, machine.arch, machine.no_record).reason
-        assert said == "because" + ("" if no_record else
-                                    "; in portable code, which jflux.selftest has checked here")  # fmt: skip
+        by = "" if no_record else "; in portable code, which jflux.selftest has checked here"
+        assert said == f"because{by}"
         assert plans.in_portable_code(fused, HOPPER, "") is fused
         other = plans.reference("lax is as fast")
         assert plans.in_portable_code(other, machine.arch, "") is other
