@@ -15,8 +15,8 @@ process with that library, and ends with a word in the table:
     missing     a rank that never comes: an error at the deadline
     route       tests/moe_gpu.py's random routings
 
-On other GPUs leave --build out of it: what is installed has the code, and
-`python -m jflux.stress --unchecked` checks it.
+On other GPUs this is not needed: what is installed has the code, and `python -m jflux.selftest`
+checks it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _native
 from jflux._ops._spec import all_ops
 from jflux._stress.calls import normal
 
@@ -316,27 +315,6 @@ def test_pages_keep_to_their_kind():
         ], page  # fmt: skip
     words = [w for w in (ROOT / "README.md").read_text().split() if re.search(r"\w", w)]
     assert len(words) <= 900
-
-
-def test_the_support_matrix_is_that_of_the_code():
-    """Types that kernels take, and the GPUs that they are compiled for."""
-    page = (ROOT / "docs" / "verified.md").read_text()
-    rows = {}
-    for line in page.splitlines():
-        names, *cells = [cell.strip() for cell in line.strip("|").split("|")]
-        rows |= {name: cells for name in re.findall(r"`(\w+)`", names) if len(cells) == 4}
-    bits = {"16 bits": ("float16", "bfloat16"), "float32": ("float32",), "float64": ("float64",)}
-    bits |= {"8 bits": ("int8",)}
-    for name, spec in all_ops().items():
-        hopper, portable, cpu, _ = rows[name]
-        for platform, cell in (("cuda", hopper), ("cpu", cpu)):
-            takes = {t for t in ("float32", "float64", "int8") if spec.takes(platform, t)}
-            said = {t for word in cell.split(", ") for t in bits.get(word, ())} - {*bits["16 bits"]}
-            assert takes == ({"float32", "float64", "int8"} if cell == "all" else said), name
-            assert spec.takes(platform, jnp.bfloat16) and spec.takes(platform, "float16")
-    for name in {*all_ops(), "grouped_matmul", "moe_dispatch", "moe_combine", "flash_decode"}:
-        kernel = rows[name][1].startswith(("kernel", "heads"))
-        assert kernel == (_native.lib.gpus(name)[0] == _native.PORTABLE_ARCH), name
 
 
 @pytest.mark.parametrize("folder", ["decisions", "experiments"])
