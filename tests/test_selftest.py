@@ -1,22 +1,29 @@
 """python -m jflux.selftest: its report, its record, and the whole program on CPUs."""
 
 import dataclasses
+import functools
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
-from harness import PLATFORM
+from harness import PLATFORM, make_mesh
+from jax.sharding import PartitionSpec as P
 from workers.common import environment
 
-from jflux import selftest
+from jflux import _native, doctor, selftest
 from jflux._call import selftest_record
 from jflux._call.gpu_code import HOPPER, PORTABLE
 from jflux._call.selftest_record import Key
 from jflux._heap._nodes import Facts, Job
-from jflux._selftest import local, parts, report
+from jflux._ops._spec import all_ops
+from jflux._selftest import bench, local, parts, report
 from jflux._selftest.report import Done, Machine
+
+TOOLS = pathlib.Path(__file__).resolve().parents[1] / "tools"
 
 A100 = Machine(("jflux 1", "driver 580.1"), "cuda", ("an A100",), 4, PORTABLE, "580.1", "1")
 RIGHT = [Done("machine", True, 1.0, "4 devices"), Done("random programs", True, 90.0, "9 calls")]
@@ -210,6 +217,51 @@ def test_local_ops_are_checked(monkeypatch):
     monkeypatch.setattr(local, "_run", off)
     with pytest.raises(AssertionError, match="route, call 0: moe.route: counts: wrong"):
         local.check(seed=1, calls=1)
+
+
+@pytest.mark.skipif(PLATFORM == "gpu" or jax.device_count() < 4, reason="for four CPU devices")
+def test_the_benchmark(monkeypatch):
+    """With calls of a size for CPUs."""
+    small = {
+        "ITERATIONS": 2, "ROUNDS": 2, "COLLECTIVES": (("all_reduce", 512), ("all_gather", 256)),
+        "PRODUCTS": (("all_gather_matmul", 64, 64, 32),), "ROUTE": (64, 2, 8),
+        "DECODE": (2, 64, 4, 2, 64),
+    }  # fmt: skip
+    for name, value in small.items():
+        monkeypatch.setattr(bench, name, value)
+    rows = [*bench.over_ranks(make_mesh((4,))), *bench.of_one_rank()]
+    assert [call.split(",")[0] for call, *_ in rows] == [
+        "all_reduce", "all_gather", "all_gather_matmul", "moe.route", "flash_decode"
+    ]  # fmt: skip
+    assert all(lax > 0 and own > 0 for _, lax, own in rows)
+
+
+@pytest.mark.skipif(PLATFORM == "gpu" or jax.device_count() < 4, reason="for four CPU devices")
+@pytest.mark.parametrize("name", ["HOPPER", "PORTABLE"])
+def test_the_calls_take_kernels_on_gpus(name, monkeypatch):
+    """What the parts demand of GPUs is what these plan."""
+    if not TOOLS.is_dir():
+        pytest.skip("the tools are not here")
+    monkeypatch.syspath_prepend(TOOLS)
+    import support_page
+
+    machine, mesh = getattr(support_page, name), make_mesh((4,))
+    for op, spec in all_ops().items():
+        first, last = _native.lib.gpus(op)
+        shapes = [(4, 4, 4, 1000)] if spec.product is None else [(32, 64), (64, 32)]
+        operands = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+        with support_page.planned_on({"here": (machine, None)}) as calls:
+            doctor._program(spec, mesh).lower(*operands)
+        assert parts.runs_kernels(op, calls["here"]) == (first <= machine.arch <= last), op
+    for op in ("all_reduce", "all_gather_matmul"):  # without rank 1
+        call = functools.partial(parts._call, all_ops()[op])
+        mapped = jax.shard_map(
+            call, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P("tp"), check_vma=False
+        )
+        x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in [(2048, 64), (64, 64)])
+        with support_page.planned_on({"here": (machine, None)}) as calls:
+            jax.jit(mapped).lower(x, w)
+        assert [(name, plan.path) for name, plan in calls["here"]] == [(op, "fused")]
 
 
 @pytest.mark.slow

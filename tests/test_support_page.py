@@ -38,13 +38,14 @@ def test_each_word_of_a_cell_follows_from_the_plans(tool, monkeypatch):
     spec = all_ops()["all_gather_matmul"]
     of_16_bits = {"16 bits": tool.FORMATS["16 bits"]}
     monkeypatch.setattr(tool, "FORMATS", of_16_bits)
-    assert tool.cell(spec, tool.PORTABLE, mesh) == "kernel: all"
+    assert tool.cells(spec, mesh)["8.0 and later"] == "kernel: all"
     # A library without portable products would have them in lax.
     hopper = (_native.HOPPER_ARCH, _native.HOPPER_ARCH)
     monkeypatch.setattr(tool.gpu_code, "why_not", lambda *_: tool.gpu_code.why_not_of(
         hopper, _native.PORTABLE_ARCH, "a GPU", unchecked=True))  # fmt: skip
-    assert tool.cell(spec, tool.PORTABLE, mesh) == "reference: all"
-    assert tool.cell(spec, tool.MACHINES["CPU"], mesh) == "kernel: all"
+    cells = tool.cells(spec, mesh)
+    assert cells["8.0 and later"] == cells["9.0"] == "reference: all"
+    assert cells["CPU"] == "kernel: all"
 
 
 def test_a_kernel_that_the_page_does_not_know(tool, monkeypatch):

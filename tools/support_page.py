@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 from jflux import _native
 from jflux._call import gpu_code, plans, primitives
-from jflux._call.plans import Machine, Path
+from jflux._call.plans import Machine, Path, Plan
 from jflux._ops._spec import OpSpec, all_ops
 from jflux._ranks.node_levels import Levels
 from jflux._tools import trials
@@ -49,9 +49,15 @@ FORMATS: dict[str, tuple[tuple[str, ...], bool]] = {
 }
 HOPPER = Machine("cuda", sm_count=132, link_gbps=320.0)
 PORTABLE = Machine("cuda", sm_count=108, link_gbps=320.0, arch=gpu_code.PORTABLE, no_record="")
-MACHINES = {"9.0": HOPPER, "8.0 and later": PORTABLE, "CPU": Machine("cpu")}
 #: Two nodes of two ranks each.
 NODES = Levels(("tp",), (("tp", RANKS),), ((0, 1), (2, 3)))
+Place = tuple[Machine, Levels | None]
+MACHINES: dict[str, Place] = {
+    "9.0": (HOPPER, None),
+    "8.0 and later": (PORTABLE, None),
+    "CPU": (Machine("cpu"), None),
+}
+PLACES = MACHINES | {"9.0, several hosts": (HOPPER, NODES)}
 
 #: Which functions take the kernels that are of no op over ranks in `all_ops`.
 OTHERS = {
@@ -88,19 +94,15 @@ ROWS = {"ragged_all_to_all": "ragged_all_to_all"}
 
 
 @contextlib.contextmanager
-def planned_on(machine: Machine, levels: Levels | None) -> Iterator[list[tuple[str, Any]]]:
-    """Calls that are lowered inside are planned for another machine, and noted: (op, plan)."""
-    found: list[tuple[str, Any]] = []
+def planned_on(places: Mapping[str, Place]) -> Iterator[dict[str, list[tuple[str, Plan]]]]:
+    """Calls that are lowered inside are planned for each place, and noted there: (op, plan)."""
+    found: dict[str, list[tuple[str, Plan]]] = {name: [] for name in places}
 
-    def plan_call(
-        op: Any, avals: Any, avals_out: Any, params: Any, platform: str, mesh: Any = None
-    ) -> Any:  # noqa: E501
-        if op.is_local:
-            return primitives.Planned(plans.reference("of one rank"))
-        plan = machine.why_no_kernel(op.name)
-        found.append((
-            op.name, plans.unsupported(plan) if plan else op.plan(avals, params, machine, levels)
-        ))  # fmt: skip
+    def plan_call(op: Any, avals: Any, avals_out: Any, params: Any, *_: Any) -> Any:
+        for name, (machine, levels) in places.items() if not op.is_local else ():
+            why = machine.why_no_kernel(op.name)
+            plan = plans.unsupported(why) if why else op.plan(avals, params, machine, levels)
+            found[name].append((op.name, plan))
         return primitives.Planned(plans.reference("planned"))
 
     with (
@@ -135,35 +137,41 @@ WORDS = {
 }  # fmt: skip
 
 
-def path_of(
-    spec: OpSpec, dtype: str, scaled: bool, machine: Machine, mesh: Mesh,
-    levels: Levels | None = None,
-) -> str:  # fmt: skip
-    """How calls of a type run, with the scales that run best: one of `WORDS`, in their order."""
-    found = []
+def paths_of(spec: OpSpec, dtype: str, scaled: bool, mesh: Mesh) -> dict[str, str]:
+    """How calls of a type run in each of `PLACES`, with the scales that run best there: one of
+    `WORDS`, in the order of `Path`."""
+    last = len(Path) - 1
+    best = dict.fromkeys(PLACES, last)
     for scales in trials.SCALES if scaled else (None,):
-        with planned_on(machine, levels) as calls:
+        with planned_on(PLACES) as calls:
             lower(spec, dtype, scales, mesh)
-        found += [list(Path).index(plan.path) for op, plan in calls if op == spec.name]
-        if 0 in found:
-            break
-    return WORDS[list(Path)[min(found)]] if found else WORDS[Path.REFERENCE]
+        for place, planned in calls.items():
+            found = [list(Path).index(plan.path) for op, plan in planned if op == spec.name]
+            best[place] = min([best[place], *found])
+    return {place: WORDS[list(Path)[index]] for place, index in best.items()}
 
 
-def cell(spec: OpSpec, machine: Machine, mesh: Mesh) -> str:
-    """Formats by how they run."""
-    by_path = collections.defaultdict(list)
+def cells(spec: OpSpec, mesh: Mesh) -> dict[str, str]:
+    """In each of `PLACES`: formats by how they run."""
+    by_path: dict[str, Any] = {place: collections.defaultdict(list) for place in PLACES}
     for name, (types, scaled) in FORMATS.items():
         if scaled and spec.product is None:
             continue
-        paths = {dtype: path_of(spec, dtype, scaled, machine, mesh) for dtype in types}
-        if len(set(paths.values())) == 1:  # else each type has a name of its own
-            paths = {name: paths[types[0]]}
-        elif scaled:
-            paths = {f"{dtype} with scales": path for dtype, path in paths.items()}
-        for named, path in paths.items():
-            is_tf32 = path == "kernel" and named == "float32" and spec.product and machine.on_gpus
-            by_path[path].append("float32 as TF32" if is_tf32 else named)
+        of_types = {dtype: paths_of(spec, dtype, scaled, mesh) for dtype in types}
+        for place, (machine, _) in PLACES.items():
+            paths = {dtype: path[place] for dtype, path in of_types.items()}
+            if len(set(paths.values())) == 1:  # else each type has a name of its own
+                paths = {name: paths[types[0]]}
+            elif scaled:
+                paths = {f"{dtype} with scales": path for dtype, path in paths.items()}
+            for named, path in paths.items():
+                is_tf32 = named == "float32" and spec.product is not None and machine.on_gpus
+                named = "float32 as TF32" if is_tf32 and path == "kernel" else named
+                by_path[place][path].append(named)
+    return {place: _in_words(paths) for place, paths in by_path.items()}
+
+
+def _in_words(by_path: Mapping[str, Sequence[str]]) -> str:
     if len(by_path) == 1:
         (path,) = by_path
         return f"{path}: all"
@@ -173,9 +181,7 @@ def cell(spec: OpSpec, machine: Machine, mesh: Mesh) -> str:
 def ops_over_ranks(mesh: Mesh) -> list[list[str]]:
     rows = []
     for name, spec in all_ops().items():
-        cells = [cell(spec, machine, mesh) for machine in MACHINES.values()]
-        between = path_of(spec, "bfloat16", False, HOPPER, mesh, NODES)
-        rows.append([f"`{name}`", *cells, between, checked(name)])
+        rows.append([f"`{name}`", *cells(spec, mesh).values(), checked(name)])
     return rows
 
 
@@ -260,7 +266,8 @@ A kernel here is one that a call of a fitting size and shape can take. Which cal
 
 ## Ops over ranks
 
-The last column has the days of 2026 on which values were last compared with float64, by GPU.
+The last column has the days of 2026 on which values were last compared with float64, by GPU. What
+these days do not cover, such as 8 bits on H100, is in [Not run yet](verified.md#not-run-yet).
 
 {ops}
 
@@ -333,7 +340,7 @@ def ranks() -> str:
             ["GPUs joined by NVLink", "yes", "yes"],
             ["GPUs with peer access over PCIe", "yes", "never run"],
             ["GPUs without peer access", "no: reference", ""],
-            ["several hosts", "inside each: the column \"hosts\" above",
+            ["several hosts", "inside each: the column \"several hosts\" above",
              "two nodes on one host; never over a network"],
             ["one process for all GPUs", "yes", "yes"],
             ["one process for each GPU", "yes", "yes, 2 and 4"],
@@ -352,7 +359,7 @@ def page() -> str:
     unknown = named - users - set(OTHERS) - set(all_ops())
     if unknown:
         raise AssertionError(f"OTHERS of tools/support_page.py lacks {sorted(unknown)}")
-    heading = ["op", *MACHINES, "hosts", "checked"]
+    heading = ["op", *PLACES, "checked"]
     others = ["kernel", "of", *MACHINES]
     return PAGE_TEXT.format(
         gpus=gpus(), record=RECORD, ops=table(heading, ops_over_ranks(mesh)),

@@ -54,7 +54,7 @@ def why_not_of(
     return None
 
 
-def why_not(op: str, arch: int, gpu: str, no_record: str) -> str | None:
+def why_not(op: str, arch: int, gpu: str, no_record: str = NO_RECORD) -> str | None:
     """:func:`why_not_of` of an op by its name, as jflux is configured."""
     if arch >= HOPPER:
         return None

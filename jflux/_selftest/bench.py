@@ -25,6 +25,10 @@ PRODUCTS = (
     ("all_gather_matmul", 4096, 8192, 4096),
     ("matmul_reduce_scatter", 4096, 4096, 8192),
 )  # fmt: skip
+#: Tokens, choices of each, experts.
+ROUTE = (4096, 8, 64)
+#: Sequences, positions, heads of queries, heads of keys, elements.
+DECODE = (16, 4096, 32, 8, 128)
 
 Row = tuple[str, float, float]
 
@@ -66,25 +70,26 @@ def over_ranks(mesh: Mesh) -> Iterator[Row]:
 def of_one_rank() -> Iterator[Row]:
     """Of local ops, on the first GPU."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
-    rng, experts = np.random.default_rng(0), 64
-    indices = jnp.asarray(rng.integers(0, experts, (4096, 8)), jnp.int32)
+    rng = np.random.default_rng(0)
+    tokens, k, experts = ROUTE
+    indices = jnp.asarray(rng.integers(0, experts, (tokens, k)), jnp.int32)
 
     def route(x: Any, w: Any) -> Any:
         return moe.route(x, experts).destination % experts
 
-    yield _time(
-        "moe.route, 4096 x 8 of 64", route, mesh, (P(), P()), P(), indices, jnp.zeros(())
-    )  # fmt: skip
+    label = f"moe.route, {tokens} x {k} of {experts}"
+    yield _time(label, route, mesh, (P(), P()), P(), indices, jnp.zeros(()))
 
     def normal(*shape: int) -> Any:
-        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        make = jax.jit(lambda: jax.random.normal(jax.random.key(len(shape)), shape, jnp.bfloat16))
+        return make()
 
-    caches = (normal(16, 4096, 8, 128), normal(16, 4096, 8, 128), jnp.full(16, 4096, jnp.int32))
+    batch, positions, heads, groups, width = DECODE
+    cache = normal(batch, positions, groups, width)
+    caches = (cache, cache, jnp.full(batch, positions, jnp.int32))
 
     def decode(q: Any, caches: Any) -> Any:
         return jflux.flash_decode(q, *caches)
 
-    yield _time(
-        "flash_decode, 16 x 4096, 32 heads", decode, mesh, (P(), P()), P(),
-        normal(16, 32, 128), caches,
-    )  # fmt: skip
+    label = f"flash_decode, {batch} x {positions}, {heads} heads"
+    yield _time(label, decode, mesh, (P(), P()), P(), normal(batch, heads, width), caches)
