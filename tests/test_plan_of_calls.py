@@ -455,7 +455,7 @@ def test_formats_of_the_native_module():
     for name, row in _native.FORMATS.items():
         assert row.bits == 8 * np.dtype(name).itemsize
         assert (row.hopper is not None) == (name in halves | eights)
-        assert (row.portable is not None) == (name in {*halves, "int8"})
+        assert (row.portable is not None) == (name in {*halves, "float32", "int8"})
         assert row.accumulator == sums.get(name, "float32")
         assert row.is_wide == (name in halves | singles)
     assert _product.DTYPES["cpu"] == {np.dtype(d) for d in halves | singles}

@@ -44,7 +44,7 @@ def test_each_word_of_a_cell_follows_from_the_plans(tool, monkeypatch):
     monkeypatch.setattr(tool.gpu_code, "why_not", lambda *_: tool.gpu_code.why_not_of(
         hopper, _native.PORTABLE_ARCH, "a GPU", unchecked=True))  # fmt: skip
     cells = tool.cells(spec, mesh)
-    assert cells["8.0 and later"] == cells["9.0"] == "reference: all"
+    assert cells["8.0 and later"] == cells["9.0"] == "XLA's product and a collective: all"
     assert cells["CPU"] == "kernel: all"
 
 

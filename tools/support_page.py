@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 from jflux import _native
 from jflux._call import gpu_code, plans, primitives
+from jflux._call.forms import Call
 from jflux._call.plans import Machine, Path, Plan
 from jflux._ops._spec import OpSpec, all_ops
 from jflux._ranks.node_levels import Levels
@@ -100,8 +101,7 @@ def planned_on(places: Mapping[str, Place]) -> Iterator[dict[str, list[tuple[str
 
     def plan_call(op: Any, avals: Any, avals_out: Any, params: Any, *_: Any) -> Any:
         for name, (machine, levels) in places.items() if not op.is_local else ():
-            why = machine.why_no_kernel(op.name)
-            plan = plans.unsupported(why) if why else op.plan(avals, params, machine, levels)
+            plan, _ = primitives.choose_on(op, Call(avals, params, levels), machine)
             found[name].append((op.name, plan))
         return primitives.Planned(plans.reference("planned"))
 

@@ -23,15 +23,17 @@ CALLS = 6
 HALVES = (jnp.bfloat16, jnp.float16)
 
 
-def _run(op: str, f: Callable[..., Any], *args: Any) -> Any:
-    """The results of a call, in numpy. Says so if a GPU that has code for `op` runs none."""
+def _run(ops: str, f: Callable[..., Any], *args: Any) -> Any:
+    """The results of a call, in numpy. Says so if a GPU that has code for one of these ops, whose
+    names are separated by spaces, runs none."""
     jitted = jax.jit(f)
     with jflux.explaining() as calls:
         first, again = (jax.tree.map(np.asarray, jitted(*args)) for _ in range(2))
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
         if a.tobytes() != b.tobytes():
-            raise AssertionError(f"{op}: a second call has other bits")
-    if jax.default_backend() == "gpu" and has_code(op):
+            raise AssertionError(f"{ops}: a second call has other bits")
+    on_gpus = jax.default_backend() == "gpu"
+    for op in (op for op in ops.split() if on_gpus and has_code(op)):
         of_op = [call.plan for call in calls if call.op == op]
         if not any(plan.path == Path.FUSED for plan in of_op):
             why = of_op[0].reason if of_op else "it was not called"
@@ -151,7 +153,38 @@ def decode(rng: np.random.Generator) -> None:
     testing.assert_close(found, exact, 2 * size + 0.03, dtype, width)
 
 
-KINDS = (route, rows, gate, decode)
+def grouped(rng: np.random.Generator) -> None:
+    dtype, groups = HALVES[rng.integers(2)], int(rng.choice([1, 3, 8]))
+    sizes = rng.integers(0, 300, groups).astype(np.int32)
+    sizes[0] += sizes.sum() == 0
+    m, (k, n) = int(sizes.sum()), (8 * int(rng.choice([8, 17, 32])) for _ in "kn")
+    x, w, dy = (
+        rng.standard_normal(shape).astype(dtype) for shape in [(m, k), (groups, k, n), (m, n)]
+    )
+
+    def both(x: Any, w: Any, sizes: Any, dy: Any) -> Any:
+        y, pull = jax.vjp(lambda x, w: jflux.grouped_matmul(x, w, sizes), x, w)
+        return y, *pull(dy)
+
+    found = _run("grouped_matmul grouped_matmul_dw", both, x, w, sizes, dy)
+    x, w, dy = (a.astype(np.float64) for a in (x, w, dy))
+    exact = _grouped(x, w, dy, sizes)
+    size = _grouped(np.abs(x), np.abs(w), np.abs(dy), sizes)
+    for y, right, scale, terms in zip(found, exact, size, (k, n, m), strict=True):
+        testing.assert_close(y, right, scale, dtype, terms)
+
+
+def _grouped(
+    x: np.ndarray, w: np.ndarray, dy: np.ndarray, sizes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The product of groups of rows, and the gradients of x and w."""
+    parts = np.split(x, np.cumsum(sizes)[:-1]), np.split(dy, np.cumsum(sizes)[:-1])
+    y = np.concatenate([rows @ one for rows, one in zip(parts[0], w, strict=True)])
+    dx = np.concatenate([rows @ one.T for rows, one in zip(parts[1], w, strict=True)])
+    return y, dx, np.stack([rows.T @ others for rows, others in zip(*parts, strict=True)])
+
+
+KINDS = (route, rows, gate, decode, grouped)
 
 
 def check(seed: int, calls: int = CALLS) -> int:
