@@ -20,6 +20,9 @@ from . import calls
 from .calls import HALVES, Call
 from .cases import FLOATS, ROWS, SIZES, Case, Data, K, N, Output, Place, sums_of
 
+#: Ops whose portable kernels multiply float32, as TF32.
+OF_TF32 = ("all_gather_matmul", "matmul_reduce_scatter")
+
 
 def product(rng: random.Random, place: Place, *, spec: OpSpec | None = None, **fields: Any) -> Case:
     """One of the products, of any shape and type; with a bias and relu or a residual, at times."""
@@ -34,6 +37,8 @@ def product(rng: random.Random, place: Place, *, spec: OpSpec | None = None, **f
         dtypes = [d for d in FLOATS if op.takes(place.platform, d)]
         if place.wide and op.takes(place.platform, jnp.float64):
             dtypes.append(jnp.float64)
+        if place.platform == "cuda" and op.name in OF_TF32 and gpu_code.runs_portable():
+            dtypes.append(jnp.float32)
         drawn: dict[str, Any] = {
             "op": op.name, "lead": lead, "dimension": rng.randrange(len(lead)),
             "k": rng.choice(SIZES if small else K), "n": rng.choice(SIZES if small else N),
@@ -60,6 +65,8 @@ def product(rng: random.Random, place: Place, *, spec: OpSpec | None = None, **f
         want = calls.exact(call, place.mesh, place.axis_name, x, w)
         scale = calls.exact(call, place.mesh, place.axis_name, abs(x), abs(w))
         dtype = calls.coarser(call.dtype, call.out_dtype)
+        if place.platform == "cuda" and call.dtype == jnp.float32:
+            dtype = np.dtype(np.float16)  # TF32 has as many bits
         same, terms = kind == "all_reduce", call.terms(place.world)
         if call.gathered:
             gathered = Output(want[1], np.zeros_like(want[1]), call.dtype, 1, same=True)
