@@ -1,0 +1,41 @@
+// The launchers of the portable main loop (gpu/gemm_sm80.cuh), which the simulator does not run:
+// plans for Hopper never take them.
+#include "ops/all_gather_matmul/all_gather_matmul.h"
+#include "ops/grouped_matmul/grouped_matmul.h"
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
+
+namespace jflux {
+namespace {
+
+bool NotSimulated(std::string* error) {
+  *error = "the simulator has no mma.sync";
+  return false;
+}
+
+}  // namespace
+
+bool LoadAllGatherMatmulKernels80(std::string*) { return true; }
+bool LoadMatmulReduceScatterKernels80(std::string*) { return true; }
+bool LoadGroupedMatmulKernels80(std::string*) { return true; }
+
+bool LaunchAllGatherMatmul80(const AllGatherMatmulParams&, const AllGatherMatmulOperands&,
+                             const ProductPlan&, int64_t, const CudaDevice&, const SymmetricView&,
+                             cudaStream_t, std::string* error) {
+  return NotSimulated(error);
+}
+bool LaunchMatmulReduceScatter80(const MatmulReduceScatterParams&,
+                                 const MatmulReduceScatterOperands&, const ProductPlan&, int64_t,
+                                 const CudaDevice&, const SymmetricView&, cudaStream_t,
+                                 std::string* error) {
+  return NotSimulated(error);
+}
+bool LaunchGroupedMatmul80(const GroupedMatmulParams&, const GroupedMatmulArrays&, cudaStream_t,
+                           std::string* error) {
+  return NotSimulated(error);
+}
+bool LaunchGroupedMatmulDw80(const GroupedMatmulDwParams&, const GroupedMatmulDwArrays&,
+                             cudaStream_t, std::string* error) {
+  return NotSimulated(error);
+}
+
+}  // namespace jflux
