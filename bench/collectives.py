@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _config
+from jflux._ops import _wire
 from jflux._tools import trials
 
 from . import command, rates
@@ -33,6 +34,7 @@ from . import command, rates
 KiB = 1 << 10
 SIZES = [512 << i for i in (0, 2, 4, 6, 8, 9, 10, 11, 12, 13, 14, 15, 17)]  # bytes: to 64 MiB
 EXCHANGED = [KiB << i for i in (0, 2, 4, 6, 8, 10, 11, 12, 13, 14, 16)]  # to 64 MiB
+QUANTIZED = [512 * KiB << i for i in range(9)]  # to 128 MiB
 NORM_ROWS, NORM_WIDTH = (1, 16, 64, 128), 8192
 TIMED = ("one_shot", "two_shot", "chunked")  # of all_reduce's algorithms
 #: Of an exchange, how J may travel.
@@ -40,6 +42,10 @@ TRAVEL: dict[str, Callable[[], Any]] = {
     "packets": functools.partial(_config.override, chunked=False),
     "chunks": functools.partial(_config.override, chunked=True),
 }
+#: The same, and a wire of 8 bits at any size.
+WAYS = TRAVEL | dict.fromkeys(
+    _wire.WIRES, functools.partial(jflux.config, always=True, unchecked_kernels=True)
+)
 CHAIN = 40
 WIDTH = 256  # elements of a row, else
 
@@ -125,17 +131,33 @@ def _ways(step: Any, size: int) -> dict[str, Step]:
     return steps
 
 
-def _exchange_pair(size: int, ranks: int) -> Case:
+def _pair(module: Any, x: jax.Array, **options: Any) -> jax.Array:
     """An all_gather and a reduce_scatter in turn, since one undoes what the other does to the
     shape."""
+    gathered = module.all_gather(x, axis_name="tp", tiled=True, **options)
+    return module.reduce_scatter(gathered, axis_name="tp", tiled=True, **options)
 
-    def step(module: Any, x: jax.Array) -> jax.Array:
-        gathered = module.all_gather(x, axis_name="tp", tiled=True)
-        return module.reduce_scatter(gathered, axis_name="tp", tiled=True)
 
+def _exchange_pair(size: int, ranks: int) -> Case:
     rows = _of_rows(size, ranks)
     op, bytes_ = "all_gather, reduce_scatter", rows * 2 * WIDTH
-    return Case(op, bytes_, rows // ranks, WIDTH, 1, _ways(step, bytes_), calls=2)
+    return Case(op, bytes_, rows // ranks, WIDTH, 1, _ways(_pair, bytes_), calls=2)
+
+
+def _quantized_sum(size: int) -> Case:
+    """A sum whose data travel in 8 bits, beside the exact one: J."""
+    steps: dict[str, Step] = {"S": _all_reduce(size).steps["S"], "J": _all_reduce(size).steps["J"]}
+    for wire in _wire.WIRES:
+        steps[wire] = functools.partial(jflux.all_reduce, axis_name="tp", wire=wire)
+    return Case("all_reduce(wire=)", size, size // (2 * WIDTH), WIDTH, 1, steps)
+
+
+def _quantized_pair(size: int, ranks: int) -> Case:
+    case = _exchange_pair(size, ranks)
+    steps = {name: case.steps[name] for name in "SJ"}
+    for wire in _wire.WIRES:
+        steps[wire] = functools.partial(_pair, jflux, wire=wire)
+    return dataclasses.replace(case, op=f"{case.op}, wire=", steps=steps)
 
 
 def _all_to_all(size: int, ranks: int) -> Case:
@@ -178,7 +200,9 @@ def _ragged(size: int, ranks: int) -> Case:
 LISTS: dict[str, Callable[[int], Iterator[Case]]] = {
     "all_reduce": lambda ranks: map(_all_reduce, SIZES),
     "norm": lambda ranks: map(_normalised, NORM_ROWS),
+    "wire": lambda ranks: map(_quantized_sum, QUANTIZED),
     "pair": lambda ranks: (_exchange_pair(size, ranks) for size in EXCHANGED),
+    "wire_pair": lambda ranks: (_quantized_pair(size, ranks) for size in QUANTIZED),
     "all_to_all": lambda ranks: (_all_to_all(size, ranks) for size in EXCHANGED),
     "ragged": lambda ranks: (_ragged(size, ranks) for size in EXCHANGED),
 }
@@ -215,7 +239,7 @@ def measure(case: Case, mesh: Mesh, rounds: int) -> dict[str, Any]:
     gpu = mesh.devices.flat[0].platform != "cpu"
     runs = {}
     for name, step in case.steps.items():
-        with TRAVEL.get(name, contextlib.nullcontext)():
+        with WAYS.get(name, contextlib.nullcontext)():
             program = trials.compiled(loop(step, turns), mesh, specs, specs, *operands)
         if name == "S" and _collectives(program.as_text()) < CHAIN * case.calls:
             raise RuntimeError("XLA has left out some of the calls: the benchmark is wrong")
@@ -239,7 +263,9 @@ def measure(case: Case, mesh: Mesh, rounds: int) -> dict[str, Any]:
 OTHERS = {
     "all_reduce": TIMED,
     "all_reduce + RMSNorm": ("apart", "alone"),
+    "all_reduce(wire=)": _wire.WIRES,
     "all_gather, reduce_scatter": (*TRAVEL,),
+    "all_gather, reduce_scatter, wire=": _wire.WIRES,
     "all_to_all": (*TRAVEL,),
     "ragged_all_to_all": (*TRAVEL, "dense"),
 }

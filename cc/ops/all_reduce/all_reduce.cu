@@ -41,38 +41,56 @@ __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
   shmem::end_call(args.call, ctx, ok);
 }
 
-// Lanes of a warp share a block of a quantised wire. The bits are those of core/quantize.h.
-struct WarpLanes {
-  static constexpr int kLanes = 32;
-  static __device__ int lane() { return static_cast<int>(threadIdx.x % 32); }
+// Sixteen lanes share a block of a quantised wire. The bits are those of core/quantize.h.
+template <DType kValues>
+struct HalfWarp {
+  static constexpr int kLanes = 16, kInFlight = 4;
+  static __device__ int lane() { return static_cast<int>(threadIdx.x % kLanes); }
   static __device__ uint32_t Max(uint32_t magnitude) {
-    return __reduce_max_sync(0xffffffff, magnitude);
+    const uint32_t lanes = 0xffffu << (threadIdx.x % 32 / kLanes * kLanes);
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) {
+      magnitude = quantize::MaxWord(magnitude, __shfl_xor_sync(lanes, magnitude, step));
+    }
+    return magnitude;
   }
+  template <bool kIsHalf, int kCount>
+  static __device__ float Quantize(const float (&x)[kCount], uint32_t magnitude, DType,
+                                   uint32_t (&words)[kCount / 4]) {
+    const auto by = quantize::ScaleOf<kValues>(magnitude, /*power_of_two=*/false, nullptr);
+    const auto pair = [&](int i) {
+      constexpr int kCorrections = kIsHalf ? 1 : 2;
+      return quantize::Rounded<kValues>(quantize::Ratio<false, kCorrections>(x[i], by),
+                                        quantize::Ratio<false, kCorrections>(x[i + 1], by));
+    };
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) words[i / 4] = pair(i) | pair(i + 2) << 16;
+    return by.scale;
+  }
+  // Products are not joined with additions.
   template <int kCount>
-  static __device__ void Pack(const float (&x)[kCount], float scale, DType values,
-                              uint8_t (&bits)[kCount]) {
+  static __device__ void Dequantize(const uint32_t (&words)[kCount / 4], float scale, DType,
+                                    float (&x)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {
-      const float a = x[i] / scale, b = x[i + 1] / scale;
-      const uint32_t pair = values == DType::kS8 ? quantize::Rounded<DType::kS8>(a, b)
-                                                 : quantize::Rounded<DType::kF8E4M3FN>(a, b);
-      bits[i] = static_cast<uint8_t>(pair);
-      bits[i + 1] = static_cast<uint8_t>(pair >> 8);
+      const auto pair = static_cast<uint16_t>(words[i / 4] >> i % 4 * 8);
+      float2 v;
+      if constexpr (kValues == DType::kS8) {
+        v = make_float2(static_cast<int8_t>(pair), static_cast<int8_t>(pair >> 8));
+      } else {
+        v = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
+      }
+      x[i] = __fmul_rn(v.x, scale);
+      x[i + 1] = __fmul_rn(v.y, scale);
     }
   }
-  static __device__ float Unpack(uint8_t bits, DType values) {
-    if (values == DType::kS8) return static_cast<float>(static_cast<int8_t>(bits));
-    return __half2float(__half(__nv_cvt_fp8_to_halfraw(bits, __NV_E4M3)));
-  }
-  // Not joined with an addition.
-  static __device__ float Multiply(float a, float b) { return __fmul_rn(a, b); }
 };
 
-template <typename T>
+template <typename T, DType kValues>
 __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
     AllReduceWireKernel(const __grid_constant__ ChunkedArgs args) {
   const shmem::Context ctx = shmem::begin_call(args.call);
-  const bool ok = WireBody<T, WarpLanes>{args.params, args.arrays, ctx}.Run();
+  const bool ok = WireBody<T, HalfWarp<kValues>>{args.params, args.arrays, ctx}.Run();
   shmem::end_call(args.call, ctx, ok);
 }
 
@@ -97,10 +115,10 @@ __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
 #endif
 }
 
-// A type's kernels. `few` and `many` rows: by large and by small clusters; [1] quantises too.
-// `wire` and [1] are null for types that they do not take.
+// A type's kernels. `wire`: of e4m3, and of int8. `few` and `many` rows: by large and by small
+// clusters; [1] quantises too. `wire` and [1] are null for types that they do not take.
 struct Kernels {
-  const void *direct, *butterfly, *chunked, *wire, *few[2], *many[2];
+  const void *direct, *butterfly, *chunked, *wire[2], *few[2], *many[2];
 };
 
 template <typename T, int kCtas>
@@ -117,8 +135,10 @@ Kernels KernelsOf(DType dtype) {
     Kernels kernels{reinterpret_cast<const void*>(&AllReduceKernel<AllReduceBody<T>>),
                     reinterpret_cast<const void*>(&AllReduceKernel<ButterflyBody<T, 1>>),
                     reinterpret_cast<const void*>(&AllReduceChunkedKernel<T>)};
-    if constexpr (Has(kWireSums, decltype(format)::value))
-      kernels.wire = reinterpret_cast<const void*>(&AllReduceWireKernel<T>);
+    if constexpr (Has(kWireSums, decltype(format)::value)) {
+      kernels.wire[0] = reinterpret_cast<const void*>(&AllReduceWireKernel<T, DType::kF8E4M3FN>);
+      kernels.wire[1] = reinterpret_cast<const void*>(&AllReduceWireKernel<T, DType::kS8>);
+    }
     FindNormKernels<T, kFewRowsCtas>(kernels.few);
     FindNormKernels<T, kManyRowsCtas>(kernels.many);
     return kernels;
@@ -157,13 +177,15 @@ bool LaunchChunked(const AllReduceParams& p, const AllReduceArrays& arrays, int6
   const int64_t blocks = Min<int64_t>(chunks, kPacketCtasPerSm * device.sm_count);
   ChunkedArgs args = ChunkArgsFor(p, arrays, kAllReduceId, site, blocks, workspace, device, view);
   const Kernels kernels = KernelsOf(p.dtype);
-  return LaunchKernel(p.has_wire ? kernels.wire : kernels.chunked, &args, static_cast<int>(blocks),
+  const void* kernel = p.has_wire ? kernels.wire[p.wire == DType::kS8] : kernels.chunked;
+  return LaunchKernel(kernel, &args, static_cast<int>(blocks),
                       /*cluster=*/1, kThreads, 0, stream, error);
 }
 
-bool LoadNormKernels(const void* const (&kernels)[2], std::string* error) {
-  return LoadKernel(kernels[0], kMostNormBytes, error) &&
-         (kernels[1] == nullptr || LoadKernel(kernels[1], kMostNormBytes, error));
+// Those that are there.
+bool LoadPair(const void* const (&kernels)[2], int smem_bytes, std::string* error) {
+  return (kernels[0] == nullptr || LoadKernel(kernels[0], smem_bytes, error)) &&
+         (kernels[1] == nullptr || LoadKernel(kernels[1], smem_bytes, error));
 }
 
 }  // namespace
@@ -172,9 +194,9 @@ bool LoadAllReduceKernels(std::string* error) {
   return ForFormats(kAllReduceFormats.operands, [&](DType dtype) {
     const Kernels kernels = KernelsOf(dtype);
     return LoadKernel(kernels.direct, 0, error) && LoadKernel(kernels.butterfly, 0, error) &&
-           LoadKernel(kernels.chunked, 0, error) &&
-           (kernels.wire == nullptr || LoadKernel(kernels.wire, 0, error)) &&
-           LoadNormKernels(kernels.few, error) && LoadNormKernels(kernels.many, error);
+           LoadKernel(kernels.chunked, 0, error) && LoadPair(kernels.wire, 0, error) &&
+           LoadPair(kernels.few, kMostNormBytes, error) &&
+           LoadPair(kernels.many, kMostNormBytes, error);
   });
 }
 

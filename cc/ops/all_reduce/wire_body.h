@@ -9,18 +9,17 @@
 //
 // The owner takes its sums as it has quantised them, so all ranks have the same bits.
 //
-// A warp takes a block of 128 elements, and each lane consecutive ones. Codec is how: its lanes,
-// the largest magnitude of a warp's, and values from floats and back (all_reduce.cu,
-// all_reduce_cpu.cc).
+// Lanes of a warp share a block of 128 elements, and each has consecutive ones. Codec is how: its
+// lanes, how many blocks they have in flight, the largest magnitude of a block, and values from
+// floats and back (all_reduce.cu, all_reduce_cpu.cc).
 #ifndef JFLUX_OPS_ALL_REDUCE_WIRE_BODY_H_
 #define JFLUX_OPS_ALL_REDUCE_WIRE_BODY_H_
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
-#include "core/packet_sum.h"
-#include "core/quantize.h"
-#include "core/units.h"
+#include "core/numbers.h"
 #include "jflux/shmem.h"
 #include "ops/all_reduce/all_reduce.h"
 #include "ops/all_reduce/all_reduce_body.h"
@@ -40,31 +39,35 @@ struct WireBody {
     const WireLayout layout = p.WireChunks();
     const int64_t chunks = layout.Chunks();
     for (int64_t c = ctx.block; c < chunks; c += ctx.blocks) {
-      for (int d = 1; d < p.world; ++d) {
-        const int owner = (ctx.view.rank + d) % p.world;
-        const Range range = layout.RangeOf(owner, c);
-        const Slot slot = SlotAt(layout, kInputs, ctx.view.rank, owner, c);
-        ForBlocks(range, [&](int64_t block) {
-          Floats x = Load(arrays.x, range, block);
-          slot.Store(block, Quantized(x));
-        });
-      }
+      ForPeers<Raw>(
+          layout, c,
+          [&](int, const Range& range, int block) { return Load(arrays.x, range, block); },
+          [&](int owner, const Range&, int block, const Raw& x) {
+            SlotAt(layout, kInputs, ctx.view.rank, owner, c)
+                .Store(block, Quantized<sizeof(T) == 2>(FloatsOf(x)));
+          });
       Announce(layout, kInputs, c);
     }
     for (int64_t c = ctx.block; c < chunks; c += ctx.blocks) {
       if (!Await(layout, kInputs, c)) return false;
       const Range range = layout.RangeOf(ctx.view.rank, c);
-      ForBlocks(range, [&](int64_t block) { Sum(layout, c, range, block); });
+      for (int block = Team(); block < range.Blocks(); block += Teams()) {
+        Sum(layout, c, range, block);
+      }
       Announce(layout, kSums, c);
     }
     for (int64_t c = ctx.block; c < chunks; c += ctx.blocks) {
       if (!Await(layout, kSums, c)) return false;
-      for (int d = 1; d < p.world; ++d) {
-        const int owner = (ctx.view.rank + d) % p.world;
-        const Range range = layout.RangeOf(owner, c);
-        const Slot slot = SlotAt(layout, kSums, owner, ctx.view.rank, c);
-        ForBlocks(range, [&](int64_t block) { Finish(range, block, slot.Load(block)); });
-      }
+      ForPeers<Came>(
+          layout, c,
+          [&](int owner, const Range& range, int block) {
+            Came came{SlotAt(layout, kSums, owner, ctx.view.rank, c).Load(block)};
+            if (p.residual) came.residual = Load(arrays.residual, range, block);
+            return came;
+          },
+          [&](int, const Range& range, int block, const Came& came) {
+            Finish(range, block, came);
+          });
     }
     return true;
   }
@@ -73,31 +76,41 @@ struct WireBody {
   // What a slot holds.
   static constexpr int kInputs = 0, kSums = 1;
   static constexpr int kCount = kWireBlock / Codec::kLanes;  // elements of a lane
-  static constexpr int kUnits = kCount / PayloadSum<T>::kCount;
+  static constexpr int kBytes = kCount * sizeof(T);
+  // What arrays are aligned to where a lane's elements begin.
+  static constexpr int kAlignment = Codec::kLanes == 1 ? 8 : 16;
+  // A lane's elements of a block.
   struct Floats {
     float value[kCount];
   };
+  struct alignas(kAlignment) Raw {
+    T value[kCount];
+  };
   struct Values {
-    uint8_t bits[kCount];
+    uint32_t words[kCount / 4];
     float scale;
+  };
+  struct Came {  // of a peer's shard
+    Values sums;
+    Raw residual;
   };
   // In the memory of the rank that the slot is for.
   struct Slot {
     char* values;
     char* scales;
-    JFLUX_HD void Store(int64_t block, const Values& v) const {
-      std::memcpy(At(block), v.bits, kCount);
+    JFLUX_HD void Store(int block, const Values& v) const {
+      std::memcpy(At(block), v.words, kCount);
       if (Codec::lane() == 0) std::memcpy(scales + block * 4, &v.scale, 4);
     }
-    JFLUX_HD Values Load(int64_t block) const {
+    JFLUX_HD Values Load(int block) const {
       Values v;
-      std::memcpy(v.bits, At(block), kCount);
+      std::memcpy(v.words, At(block), kCount);
       std::memcpy(&v.scale, scales + block * 4, 4);
       return v;
     }
 
    private:
-    JFLUX_HD char* At(int64_t block) const {
+    JFLUX_HD char* At(int block) const {
       return static_cast<char*>(__builtin_assume_aligned(
           values + block * kWireBlock + Codec::lane() * kCount, kCount < 16 ? kCount : 16));
     }
@@ -108,30 +121,69 @@ struct WireBody {
     return Slot{slot, slot + layout.ScaleOffset(0)};
   }
 
-  // visit(block) for each of a chunk's, by the warps of the CTA.
-  template <typename Visit>
-  JFLUX_HD void ForBlocks(const Range& range, Visit&& visit) const {
-    const int warps = Block::size() / Codec::kLanes;
-    for (int64_t b = Block::rank() / Codec::kLanes; b < range.Blocks(); b += warps) visit(b);
+  // Lanes that share a block, among those of the CTA.
+  static JFLUX_HD int Team() { return Block::rank() / Codec::kLanes; }
+  static JFLUX_HD int Teams() { return Block::size() / Codec::kLanes; }
+
+  // Takes the blocks of chunk c of all other ranks' shards, several in flight:
+  // use(owner, range, block, load(owner, range, block)).
+  template <typename Loaded, typename LoadBlock, typename Use>
+  JFLUX_HD void ForPeers(const WireLayout& layout, int64_t c, LoadBlock&& load, Use&& use) const {
+    const auto blocks = static_cast<int>(layout.chunk / kWireBlock), all = (p.world - 1) * blocks;
+    for (int first = Team(); first < all; first += Codec::kInFlight * Teams()) {
+      Loaded loaded[Codec::kInFlight];
+      const auto each = [&](auto&& visit) {
+        JFLUX_UNROLL
+        for (int i = 0; i < Codec::kInFlight; ++i) {
+          const int at = first + i * Teams(), d = 1 + at / blocks, block = at % blocks;
+          if (at >= all) continue;
+          const int owner = (ctx.view.rank + d) % p.world;
+          const Range range = layout.RangeOf(owner, c);
+          if (block < range.Blocks()) visit(i, owner, range, block);
+        }
+      };
+      each([&](int i, int owner, const Range& range, int block) {
+        loaded[i] = load(owner, range, block);
+      });
+      each([&](int i, int owner, const Range& range, int block) {
+        use(owner, range, block, loaded[i]);
+      });
+    }
   }
 
-  // The first unit of a lane's elements of a block.
-  JFLUX_HD int64_t UnitOf(const Range& range, int64_t block) const {
-    return (range.first + block * kWireBlock) / PayloadSum<T>::kCount + Codec::lane() * kUnits;
+  // A lane's elements of a block that are there.
+  struct Place {
+    int64_t first;
+    int count;
+  };
+  JFLUX_HD Place PlaceOf(const Range& range, int block) const {
+    const int64_t in_chunk = int64_t{block} * kWireBlock + Codec::lane() * kCount;
+    const int64_t left = Min<int64_t>(range.count - in_chunk, kCount);
+    return Place{range.first + in_chunk, static_cast<int>(Max<int64_t>(left, 0))};
   }
-  // Zeros past the end of the array.
-  JFLUX_HD Floats Load(const void* array, const Range& range, int64_t block) const {
-    Floats x;
-    JFLUX_UNROLL
-    for (int u = 0; u < kUnits; ++u) {
-      const auto unit = PayloadSum<T>::Of(LoadUnit(array, UnitOf(range, block) + u, p.Bytes()));
+  // Zeros past the end of the range.
+  JFLUX_HD Raw Load(const void* array, const Range& range, int block) const {
+    const Place place = PlaceOf(range, block);
+    const auto* from = static_cast<const char*>(array) + place.first * int64_t{sizeof(T)};
+    Raw x;
+    if (place.count == kCount) {
+      std::memcpy(x.value, __builtin_assume_aligned(from, kAlignment), kBytes);
+    } else {
       JFLUX_UNROLL
-      for (int i = 0; i < PayloadSum<T>::kCount; ++i)
-        x.value[u * PayloadSum<T>::kCount + i] = unit.value[i];
+      for (int i = 0; i < kCount; ++i)
+        x.value[i] = i < place.count ? reinterpret_cast<const T*>(from)[i] : T{};
     }
     return x;
   }
+  static JFLUX_HD Floats FloatsOf(const Raw& x) {
+    Floats floats;
+    JFLUX_UNROLL
+    for (int i = 0; i < kCount; ++i) floats.value[i] = static_cast<float>(x.value[i]);
+    return floats;
+  }
 
+  // kIsHalf: x are numbers of 16 bits.
+  template <bool kIsHalf>
   JFLUX_HD Values Quantized(const Floats& x) const {
     uint32_t magnitude = 0;
     JFLUX_UNROLL
@@ -140,27 +192,26 @@ struct WireBody {
       magnitude = bits > magnitude ? bits : magnitude;
     }
     Values v;
-    v.scale = ScaleOfBlock(Codec::Max(magnitude), p.wire, /*power_of_two=*/false);
-    Codec::template Pack<kCount>(x.value, v.scale, p.wire, v.bits);
+    v.scale = Codec::template Quantize<kIsHalf>(x.value, Codec::Max(magnitude), p.wire, v.words);
     return v;
   }
   JFLUX_HD Floats Dequantized(const Values& v) const {
     Floats x;
-    JFLUX_UNROLL
-    for (int i = 0; i < kCount; ++i)
-      x.value[i] = Codec::Multiply(Codec::Unpack(v.bits[i], p.wire), v.scale);
+    Codec::Dequantize(v.words, v.scale, p.wire, x.value);
     return x;
   }
 
   // Adds a block of the local shard, and sends the quantised sums.
-  JFLUX_HD void Sum(const WireLayout& layout, int64_t c, const Range& range, int64_t block) const {
+  JFLUX_HD void Sum(const WireLayout& layout, int64_t c, const Range& range, int block) const {
     Values parts[kMaxRanks];
     JFLUX_UNROLL  // independent loads, all in flight
         for (int src = 0; src < kMaxRanks; ++src) {
       if (src < p.world && src != ctx.view.rank)
         parts[src] = SlotAt(layout, kInputs, src, ctx.view.rank, c).Load(block);
     }
-    const Floats own = Load(arrays.x, range, block);
+    const Floats own = FloatsOf(Load(arrays.x, range, block));
+    Came came;
+    if (p.residual) came.residual = Load(arrays.residual, range, block);
     Floats total{};
     JFLUX_UNROLL
     for (int src = 0; src < kMaxRanks; ++src) {
@@ -170,29 +221,40 @@ struct WireBody {
       for (int i = 0; i < kCount; ++i)
         total.value[i] = src == 0 ? part.value[i] : total.value[i] + part.value[i];
     }
-    const Values sums = Quantized(total);
+    came.sums = Quantized<false>(total);
     for (int d = 1; d < p.world; ++d) {
       const int peer = (ctx.view.rank + d) % p.world;
-      SlotAt(layout, kSums, ctx.view.rank, peer, c).Store(block, sums);
+      SlotAt(layout, kSums, ctx.view.rank, peer, c).Store(block, came.sums);
     }
-    Finish(range, block, sums);
+    Finish(range, block, came);
   }
 
   // Writes a block of y.
-  JFLUX_HD void Finish(const Range& range, int64_t block, const Values& sums) const {
-    Floats y = Dequantized(sums);
+  JFLUX_HD void Finish(const Range& range, int block, const Came& came) const {
+    Floats y = Dequantized(came.sums);
     if (p.residual) {
-      const Floats residual = Load(arrays.residual, range, block);
+      const Floats residual = FloatsOf(came.residual);
       JFLUX_UNROLL
       for (int i = 0; i < kCount; ++i) y.value[i] += residual.value[i];
     }
+    Raw rounded;
     JFLUX_UNROLL
-    for (int u = 0; u < kUnits; ++u) {
-      PayloadSum<T> unit;
+    for (int i = 0; i < kCount; ++i) {
+      if constexpr (std::is_arithmetic_v<T>) {
+        rounded.value[i] = y.value[i];
+      } else {
+        rounded.value[i] = T::From(y.value[i]);
+      }
+    }
+    const Place place = PlaceOf(range, block);
+    auto* to = static_cast<char*>(arrays.y) + place.first * int64_t{sizeof(T)};
+    if (place.count == kCount) {
+      std::memcpy(__builtin_assume_aligned(to, kAlignment), rounded.value, kBytes);
+    } else {
       JFLUX_UNROLL
-      for (int i = 0; i < PayloadSum<T>::kCount; ++i)
-        unit.value[i] = y.value[u * PayloadSum<T>::kCount + i];
-      StoreUnit(arrays.y, UnitOf(range, block) + u, p.Bytes(), unit.Rounded());
+      for (int i = 0; i < kCount; ++i) {
+        if (i < place.count) reinterpret_cast<T*>(to)[i] = rounded.value[i];
+      }
     }
   }
 
