@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 from test_wire import _in_rows, _sum
 
 import jflux
+from jflux._call.plans import Machine, Path
+from jflux._ops.products import matmul_reduce_scatter
 from jflux._stress.calls import normal
 
 SCATTER, SUM = "matmul_reduce_scatter", "matmul_all_reduce"
@@ -264,6 +266,49 @@ def test_plans():
         assert "all_gather_matmul  " in str(jflux.explain(jax.grad(loss), x, w))
         of_large = str(jflux.explain(jax.grad(loss), *large))
         assert "all_gather_matmul  " not in of_large and "uint8" in of_large
+
+
+def _hopper_plan(wire="int8", n=384, rows=512, k=256, dtype=jnp.bfloat16, out=jnp.bfloat16):
+    """The plan of a call of 2 ranks on Hopper."""
+    x, w = jax.ShapeDtypeStruct((rows, k), dtype), jax.ShapeDtypeStruct((n, k), dtype)
+    params = matmul_reduce_scatter.Params(("tp",), 2, 0, True, np.dtype(out), wire=wire)
+    machine = Machine("cuda", sm_count=132, link_gbps=320, heap_bytes=1 << 30)
+    return matmul_reduce_scatter._op.plan((x, w), params, machine)
+
+
+def test_kernel():
+    """On Hopper parts are quantised in the kernel, in tiles of whole blocks; other calls are made
+    of two."""
+    plan = _hopper_plan()
+    assert plan.reason == "parts travel in int8; jflux.config(always=True)"
+    assert (plan.config["tile_n"], plan.config["cluster_m"]) == (256, 2)
+    # Of an element a byte, and a 32nd of a scale, of whole tiles.
+    assert plan.workspace_bytes == _hopper_plan(n=512).workspace_bytes
+    assert _hopper_plan(wire=None, n=512).workspace_bytes > 1.9 * plan.workspace_bytes
+    assert _hopper_plan(n=512, out=np.float32).workspace_bytes == plan.workspace_bytes
+    assert _hopper_plan(dtype=jnp.float8_e4m3fn).path == Path.FUSED
+    for no_kernel in ({"n": 320}, {"rows": 500}, {"dtype": np.float32}, {"dtype": jnp.int8}):
+        plan = _hopper_plan(**no_kernel)
+        assert plan.path == Path.DECOMPOSED, no_kernel
+        assert plan.reason == "a product in float32, and a reduce-scatter in int8"
+    with jflux.config(always=False, unchecked_kernels=False):
+        assert _hopper_plan(rows=8192).path == Path.DECOMPOSED
+
+
+def test_large_calls():
+    """As :func:`test_errors_of_normal_data`, of a call that a kernel takes on GPUs: rows of two
+    ranks in a tile, a tile of which half is beyond the last column, a bias and a residual."""
+    ranks, shape = 2, (600, 384)
+    x, w = normal(0, (600, 256), jnp.bfloat16), normal(1, (256, 384), jnp.bfloat16)
+    bias, residual = normal(2, (384,), np.float32), normal(3, shape, np.float32)
+    extra = [("bias", P()), ("residual", P("tp"))]
+    f = _product(SCATTER, wire="int8", extra=extra, preferred_element_type=jnp.float32)
+    y = run(jax.jit(functools.partial(f, ranks=ranks)), x, w, bias, residual)
+    partials = _partials(x, w, ranks)
+    exact = partials.astype(np.float64).sum(0) + bias + residual
+    error = np.sqrt(np.mean((y - exact) ** 2) / np.mean(partials.astype(np.float64).sum(0) ** 2))
+    once = 8e-3 * np.sqrt(1 / 2)
+    assert 0.7 * once < error < once
 
 
 def test_wrong_arguments():

@@ -12,6 +12,10 @@ namespace jflux {
 
 inline constexpr FormatSet kQuantizedFormats = SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8);
 
+// Formats of a quantised wire, and elements that share a scale there.
+inline constexpr FormatSet kWireFormats = SetOf(DType::kF8E4M3FN, DType::kS8);
+inline constexpr int64_t kWireBlock = 128;
+
 // The largest value of one of kQuantizedFormats.
 JFLUX_HD constexpr float LargestValue(DType values) {
   return values == DType::kF8E4M3FN ? 448.0f : values == DType::kF8E5M2 ? 57344.0f : 127.0f;

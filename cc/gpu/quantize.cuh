@@ -93,6 +93,17 @@ __device__ __forceinline__ uint32_t Rounded(float a, float b) {
   }
 }
 
+// The numbers of two values, of the first in the lower byte.
+template <DType kValues>
+__device__ __forceinline__ float2 FloatsOf(uint16_t pair) {
+  if constexpr (kValues == DType::kS8) {
+    return make_float2(static_cast<int8_t>(pair), static_cast<int8_t>(pair >> 8));
+  } else {
+    constexpr auto kType = kValues == DType::kF8E4M3FN ? __NV_E4M3 : __NV_E5M2;
+    return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, kType)));
+  }
+}
+
 }  // namespace jflux::quantize
 
 #endif  // JFLUX_GPU_QUANTIZE_CUH_

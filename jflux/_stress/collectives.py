@@ -82,19 +82,24 @@ def all_reduce(rng: random.Random, place: Place) -> Case:
     )
 
 
+WIRES = ("int8", "float8_e4m3fn")
+
+
+def half_step(blocks: np.ndarray, wire: str) -> np.ndarray:
+    """How far magnitudes [..., block] are off when they are quantised, at most."""
+    largest = blocks.max(-1, keepdims=True)
+    if wire == "int8":
+        return np.broadcast_to(largest / 254, blocks.shape)
+    return blocks / 16 + largest / (448 * 1024)
+
+
 def quantized_sum(rng: random.Random, place: Place) -> Case:
     """A sum whose data travel in 8 bits, of any size. It is off by half a step for each rank's part
     of a block, and by half a step of the sum of the block."""
     world, dtype = place.world, rng.choice(FLOATS)
-    wire = rng.choice(["int8", "float8_e4m3fn"])
+    wire = rng.choice(WIRES)
     sizes = [1, 1000, 4096, 65536, 300_001, world * (1 << 19) + 12_345]
     size = rng.choice([size for size in sizes if size <= place.most_elements])
-
-    def half_step(blocks: np.ndarray) -> np.ndarray:
-        largest = blocks.max(-1, keepdims=True)
-        if wire == "int8":
-            return np.broadcast_to(largest / 254, blocks.shape)
-        return blocks / 16 + largest / (448 * 1024)
 
     def make(seed: int) -> Data:
         x = calls.normal(seed, (*place.mesh.devices.shape, size), dtype)
@@ -105,9 +110,9 @@ def quantized_sum(rng: random.Random, place: Place) -> Case:
             for a in (x, want)
         )
         # Of each rank's part, summed over a group.
-        first = sums_of(place, half_step(parts).reshape(*x.shape[:-1], -1))[0]
+        first = sums_of(place, half_step(parts, wire).reshape(*x.shape[:-1], -1))[0]
         first = first.reshape(parts.shape)
-        bound = (first + half_step(total + first)).reshape(*x.shape[:-1], -1)[..., :size]
+        bound = (first + half_step(total + first, wire)).reshape(*x.shape[:-1], -1)[..., :size]
         unit = testing.tolerance(dtype, world)
         return (x,), [Output(want, sizes + bound / unit, dtype, world, same=True)]
 

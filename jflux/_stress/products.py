@@ -13,12 +13,14 @@ import numpy as np
 
 import jflux
 
+from .. import testing
 from .._call import gpu_code
 from .._ops import _quantize, _scaled
 from .._ops._spec import OpSpec, ops_with_checked_kernels
 from . import calls
 from .calls import HALVES, Call
-from .cases import FLOATS, ROWS, SIZES, Case, Data, K, N, Output, Place, sums_of
+from .cases import FLOATS, ROWS, SIZES, Case, Data, K, N, Output, Place, exchanged_by, sums_of
+from .collectives import WIRES, half_step
 
 #: Ops whose portable kernels multiply float32, as TF32.
 OF_TF32 = ("all_gather_matmul", "matmul_reduce_scatter")
@@ -190,6 +192,64 @@ def scaled(rng: random.Random, place: Place) -> Case:
         is_xlas=place.world == 1 or call.is_exchange,
         most_bytes=4 * place.world * math.prod(call.lead) * max(call.n, call.k),
         has_gradient=False,
+    )
+
+
+def quantized_scatter(rng: random.Random, place: Place) -> Case:
+    """A matmul_reduce_scatter whose partial products travel in 8 bits, in its kernel: of at least
+    256 rows of a rank, which are whole tiles or not; also of operands with scales. A part is off by
+    half a step."""
+    world, wire = place.world, rng.choice(WIRES)
+    of_8 = place.platform == "cuda" and rng.random() < 0.4
+    by_block = of_8 and rng.random() < 0.5
+    rows = world * rng.choice([256, 300, 512])
+    ns = [n for n in (384, 512, 896) if rows * n * 64 * world <= place.most_products]
+    n, k = rng.choice(ns or [128]), rng.choice([520, 1040] if by_block else [64, 72, 256])
+    dtype = jnp.float8_e4m3fn if of_8 else rng.choice(HALVES)
+    out = rng.choice([jnp.bfloat16 if of_8 else None, jnp.float32])
+    call = Call(
+        "matmul_reduce_scatter", (rows,), k, n, 0, dtype, out, transpose_rhs=rng.random() < 0.5
+    )
+    f = call.bind(place.axis_name, wire=wire)
+    along_k = -1 if call.transpose_rhs else -2
+
+    def body(x: Any, w: Any, *scales: Any) -> Any:
+        operands = [x, w]
+        if of_8:
+            operands = [jflux.Scaled(a, s) for a, s in zip(operands, scales, strict=True)]
+        return f(*operands, precision=None)
+
+    def make(seed: int) -> Data:
+        x, w = calls.operands(call, place.mesh, place.axis_name, seed=seed)
+        wide, scales = [x, w], []
+        if of_8:
+            draws, each = np.random.default_rng(seed + 2), {"by_block": by_block}
+            size = _scaled.BLOCK if by_block else 1
+            of_x = scale_of(draws, x, place.mesh, -1, **each)
+            of_w = scale_of(draws, w, place.mesh, along_k, size=size, **each)
+            scales, wide = [of_x[0], of_w[0]], [of_x[1], of_w[1]]
+        one, other = (a.astype(np.float64) for a in wide)
+        parts = one @ (np.swapaxes(other, -1, -2) if call.transpose_rhs else other)
+        blocks = abs(parts).reshape(*parts.shape[:-1], -1, _scaled.BLOCK)
+        bound = half_step(blocks, wire).reshape(parts.shape)
+
+        def scatter(each: list[np.ndarray]) -> list[np.ndarray]:
+            return np.split(np.sum(each, 0), world)
+
+        want, bound = (exchanged_by(place, scatter, a) for a in (parts, bound))
+        sizes = calls.exact(call, place.mesh, place.axis_name, abs(one), abs(other))
+        exact = np.dtype(jnp.bfloat16) if of_8 else calls.coarser(call.dtype, call.out_dtype)
+        terms = call.terms(world)
+        scale = sizes + bound / testing.tolerance(exact, terms)
+        return (x, w, *scales), [Output(want, scale, exact, terms)]
+
+    return place.case(
+        call.op,
+        f"{call.op} {call} wire {wire}{' with scales' if of_8 else ''} {by_block=}",
+        body,
+        make,
+        most_bytes=4 * rows * max(n, k),
+        has_gradient=not of_8,
     )
 
 

@@ -255,7 +255,8 @@ def _sum(rng: random.Random, place: cases.Place) -> Chosen:
 
 
 def _quantized_sum(rng: random.Random, place: cases.Place) -> Chosen:
-    return _chosen(rng, collectives.quantized_sum(rng, place))
+    case = rng.choice([collectives.quantized_sum, products.quantized_scatter])
+    return _chosen(rng, case(rng, place))
 
 
 def _norm(rng: random.Random, place: cases.Place) -> Chosen:

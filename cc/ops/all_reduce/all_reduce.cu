@@ -73,13 +73,8 @@ struct HalfWarp {
                                     float (&x)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {
-      const auto pair = static_cast<uint16_t>(words[i / 4] >> i % 4 * 8);
-      float2 v;
-      if constexpr (kValues == DType::kS8) {
-        v = make_float2(static_cast<int8_t>(pair), static_cast<int8_t>(pair >> 8));
-      } else {
-        v = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
-      }
+      const float2 v =
+          quantize::FloatsOf<kValues>(static_cast<uint16_t>(words[i / 4] >> i % 4 * 8));
       x[i] = __fmul_rn(v.x, scale);
       x[i + 1] = __fmul_rn(v.y, scale);
     }

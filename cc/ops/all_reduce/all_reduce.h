@@ -13,6 +13,7 @@
 
 #include "core/format.h"
 #include "core/packet.h"
+#include "core/quantize.h"
 #include "core/signal.h"
 #include "jflux/shmem.h"
 #include "runtime/cuda_device.h"
@@ -101,10 +102,8 @@ struct ChunkedLayout {
   }
 };
 
-// Whose sums may have a quantised wire, and elements that share a scale there.
+// Whose sums may have a quantised wire.
 inline constexpr FormatSet kWireSums = SetOf(DType::kBF16, DType::kF16, DType::kF32);
-inline constexpr FormatSet kWireFormats = SetOf(DType::kF8E4M3FN, DType::kS8);
-inline constexpr int64_t kWireBlock = 128;
 
 // The chunked algorithm with a quantised wire: chunks of elements, each a slot of values of 8 bits
 // and behind them the float32 scales of its blocks. Shards and chunks are whole blocks, of which

@@ -13,6 +13,7 @@
 
 #include "core/format.h"
 #include "core/layout.h"
+#include "core/quantize.h"
 #include "core/rows.h"
 #include "core/signal.h"
 #include "core/tile_order.h"
@@ -34,6 +35,9 @@ struct MatmulReduceScatterParams {
   bool transpose_rhs;  // w is stored [n, k]
   // Of w, if it is not x's.
   std::optional<DType> w_dtype = {};
+  // The format of partial products that travel, with a float32 scale for each kWireBlock columns of
+  // a row; empty: out_dtype.
+  std::optional<DType> wire = {};
 
   DType DTypeOfW() const { return w_dtype.value_or(dtype); }
   uint32_t Signature() const {
@@ -44,7 +48,13 @@ struct MatmulReduceScatterParams {
         .Add(rows.inner)
         .Add(n)
         .Add(static_cast<int64_t>(out_dtype))
+        .Add(wire ? static_cast<int64_t>(*wire) : -1)
         .Get();
+  }
+  // Of partial products of a tile that travel.
+  int64_t BytesOf(int64_t elements) const {
+    return wire ? elements + elements / kWireBlock * int64_t{sizeof(float)}
+                : elements * SizeOf(out_dtype);
   }
 };
 
@@ -73,7 +83,7 @@ struct ReduceScatterLayout {
           LastTileOf(r, l.rows_per_rank, tile_m) - FirstTileOf(r, l.rows_per_rank, tile_m) + 1;
       l.slots = Max(l.slots, rows * l.tiles_n);
     }
-    l.slot_bytes = static_cast<int64_t>(tile_m) * tile_n * SizeOf(p.out_dtype);
+    l.slot_bytes = p.BytesOf(static_cast<int64_t>(tile_m) * tile_n);
     return l;
   }
 
@@ -131,6 +141,30 @@ inline std::string WhyNoKernel(const MatmulReduceScatterParams& p, bool portable
                         p.out_dtype, p.k, p.n, p.transpose_rhs);
 }
 
+// The same of calls with a wire, whose kernels are few: of 16 bits, and of e4m3.
+inline constexpr OpFormats kMatmulReduceScatterWireFormats{kHalves | SetOf(DType::kF8E4M3FN),
+                                                           kMatmulReduceScatterFormats.results};
+inline std::string WhyNoWireKernel(const MatmulReduceScatterParams& p, bool portable) {
+  if (portable) return "the portable main loop has no wire";
+  if (!Has(kWireFormats, *p.wire)) return "no kernel has such a wire";
+  if (p.n % kWireBlock != 0) {
+    return "a wire's blocks are parts of rows: n must be a multiple of " +
+           std::to_string(kWireBlock);
+  }
+  if (p.rows.PerRank() < 2 * kGemmTileM) {
+    return "with a wire ranks have at least " + std::to_string(2 * kGemmTileM) + " rows";
+  }
+  if (p.DTypeOfW() != p.dtype) return "with a wire x and w have the same type";
+  if (!WhyNoKernel(p, portable).empty()) return WhyNoKernel(p, portable);
+  return WhyNotFormats(kMatmulReduceScatterWireFormats, kWgmmaFormats, p.dtype, p.DTypeOfW(),
+                       p.out_dtype);
+}
+// The choice for a call with a wire, with groups of as many rows: its tiles have whole blocks.
+inline constexpr GemmChoice ForWire(const GemmChoice& c, Scales scales) {
+  return {scales == Scales::kOfBlocks ? kSharedKTile : 256, 2,
+          c.cluster_m == 2 ? c.group_m : CeilDiv(c.group_m, 2)};
+}
+
 inline ReduceScatterLayout CudaLayoutOf(const MatmulReduceScatterParams& p, const GemmChoice& c) {
   MatmulReduceScatterParams whole_tiles = p;
   whole_tiles.n = RoundUp<int64_t>(p.n, c.tile_n);
@@ -185,6 +219,13 @@ bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& params,
                                int64_t site, const CudaDevice& device, const SymmetricView& view,
                                cudaStream_t stream, std::string* error);
 
+// The same with a wire.
+bool LaunchMatmulReduceScatterWire(const MatmulReduceScatterParams& params,
+                                   const MatmulReduceScatterOperands& operands,
+                                   const ProductPlan& plan, int64_t site, const CudaDevice& device,
+                                   const SymmetricView& view, cudaStream_t stream,
+                                   std::string* error);
+
 // The same by the portable main loop.
 bool LaunchMatmulReduceScatter80(const MatmulReduceScatterParams& params,
                                  const MatmulReduceScatterOperands& operands,
@@ -194,6 +235,7 @@ bool LaunchMatmulReduceScatter80(const MatmulReduceScatterParams& params,
 
 // Loads the kernels on the current device.
 bool LoadMatmulReduceScatterKernels(std::string* error);
+bool LoadMatmulReduceScatterWireKernels(std::string* error);
 bool LoadMatmulReduceScatterKernels80(std::string* error);
 
 }  // namespace jflux

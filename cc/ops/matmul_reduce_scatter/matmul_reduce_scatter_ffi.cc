@@ -11,9 +11,10 @@ bool PlanMatmulReduceScatter(CallReader& reader, const Machine& machine, Fields*
   const int64_t first_k = reader.GetOr("first_k", call.k, 1, call.k);  // of the first term
   const auto scales = static_cast<Scales>(reader.GetOr("scales", 0, 0, 3));
   const DType w_dtype = reader.Has("w_dtype") ? reader.GetFormat("w_dtype") : call.dtype;
+  MatmulReduceScatterParams p{call.rows,          call.k, call.n, call.dtype, call.out_dtype,
+                              call.transpose_rhs, w_dtype};
+  if (reader.Has("wire")) p.wire = reader.GetFormat("wire");  // of GPUs alone
   if (!reader.Check(why_not)) return false;
-  const MatmulReduceScatterParams p{call.rows,          call.k, call.n, call.dtype, call.out_dtype,
-                                    call.transpose_rhs, w_dtype};
   if (machine.IsCpu()) {
     const ScatterTiling tiling;
     const auto layout =
@@ -22,7 +23,8 @@ bool PlanMatmulReduceScatter(CallReader& reader, const Machine& machine, Fields*
     return true;
   }
   const bool portable = IsForPortable(machine);
-  if (!IsPlannable(call, WhyNoKernel(p, portable), why_not)) return false;
+  const std::string refused = p.wire ? WhyNoWireKernel(p, portable) : WhyNoKernel(p, portable);
+  if (!IsPlannable(call, refused, why_not)) return false;
   if (portable) {
     const GemmChoice choice = ChoosePortable(p.rows.world, p.rows.PerRank(), machine);
     *plan = ProductPlan{choice, /*senders=*/0, CudaLayoutOf(p, choice).Workspace().TotalBytes()}
@@ -33,7 +35,7 @@ bool PlanMatmulReduceScatter(CallReader& reader, const Machine& machine, Fields*
       p.rows.world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs));
   // Each of the CTAs that share k has some of the first term's.
   GemmChoice choice = FitSplits(wanted, p.rows.Total(), first_k * SizeOf(p.dtype), kReduceSplits);
-  choice = ForScales(choice, scales);
+  choice = p.wire ? ForWire(choice, scales) : ForScales(choice, scales);
   *plan = ProductPlan{choice, ReduceScatterSenders(p, choice, machine),
                       CudaLayoutOf(p, choice).Workspace().TotalBytes()}
               .AsFields();
@@ -42,10 +44,11 @@ bool PlanMatmulReduceScatter(CallReader& reader, const Machine& machine, Fields*
 
 struct Attributes : ScaledAttributes {
   bool adds_bias = false, adds_residual = false;
+  int64_t wire = -1;  // number of the format of what travels; -1: y's
 
   void Read(AttributeReader& read) {
     ScaledAttributes::Read(read);
-    read("adds_bias", &adds_bias)("adds_residual", &adds_residual);
+    read("adds_bias", &adds_bias)("adds_residual", &adds_residual)("wire", &wire);
   }
 };
 
@@ -68,7 +71,8 @@ std::optional<MatmulReduceScatterParams> ParamsOf(const ProductAttributes& a,
 struct CallOnCpu : TiledCall<kMatmulReduceScatterId, MatmulReduceScatterCpu> {
   std::string Read(const Attributes& a, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> y) {
     if (!IsCpuPlan(a.choice, a.senders)) return kMalformed;
-    if (args.size() != 2 || a.adds_bias || a.adds_residual || a.scales != 0) return kDoNotFit;
+    if (args.size() != 2 || a.wire >= 0 || a.adds_bias || a.adds_residual || a.scales != 0)
+      return kDoNotFit;
     const auto x = *args.get<ffi::AnyBuffer>(0), w = *args.get<ffi::AnyBuffer>(1);
     const auto params = ParamsOf(a, x, w, *y);
     if (!params || !AreForCpu(*params)) return kDoNotFit;
@@ -107,6 +111,10 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
       k += p.k;
     }
     p.k = k;
+    if (a.wire >= 0) {
+      if (a.wire >= kFormatCount) return kDoNotFit;
+      p.wire = static_cast<DType>(a.wire);
+    }
     size_t next = 2 * count;
     if (a.adds_bias) {
       arrays.bias = FloatsOf(*args.get<ffi::AnyBuffer>(next++), p.n);
@@ -124,6 +132,11 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
                                        CeilDiv<int64_t>(p.k, kScaleBlock), p.dtype, &arrays);
     if (!why.empty()) return why;
     if (!ReadPlan(a) || !WhyNoKernel(p, plan.choice.portable).empty()) return kNoKernel;
+    if (p.wire) {
+      const bool planned = WhyNoWireKernel(p, plan.choice.portable).empty() &&
+                           ForWire(plan.choice, arrays.scales) == plan.choice;
+      return planned ? "" : kNoKernel;
+    }
     if (plan.choice.portable) return arrays.scales == Scales::kNone ? "" : kNoKernel;
     if (!SharesK(plan.choice, p.rows.Total(), arrays.products[0].k * SizeOf(p.dtype),
                  kReduceSplits) ||

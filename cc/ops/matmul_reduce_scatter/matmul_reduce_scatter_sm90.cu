@@ -13,7 +13,10 @@ struct Instances : MatmulReduceScatterKernels {
 }  // namespace
 
 bool LoadMatmulReduceScatterKernels(std::string* error) {
-  return LoadBothLoops(LoadGemmInstances<Instances>, LoadMatmulReduceScatterKernels80, error);
+  const auto hopper = [](std::string* error) {
+    return LoadGemmInstances<Instances>(error) && LoadMatmulReduceScatterWireKernels(error);
+  };
+  return LoadBothLoops(hopper, LoadMatmulReduceScatterKernels80, error);
 }
 
 bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
@@ -23,6 +26,9 @@ bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
   const GemmChoice& choice = plan.choice;
   if (choice.portable) {
     return LaunchMatmulReduceScatter80(p, operands, plan, site, device, view, stream, error);
+  }
+  if (p.wire) {
+    return LaunchMatmulReduceScatterWire(p, operands, plan, site, device, view, stream, error);
   }
   MatmulReduceScatterArgs args{};
   if (!MakeScatterArgs(p, operands, choice, device, view, &args, error)) return false;

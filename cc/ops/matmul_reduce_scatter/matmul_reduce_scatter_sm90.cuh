@@ -6,6 +6,9 @@
 // accumulators, in float32, in rank order after its own, and writes y, while the other consumer
 // multiplies the next tile. There is no separate reduction.
 //
+// With a wire (kWire) partial tiles are quantised as they are staged, and dequantised as they are
+// added.
+//
 // With few rows, the CTAs of a cluster may split a tile's k (kClusterK): each sums, sends and
 // finishes a slice of its columns, which has a slot of its own.
 //
@@ -19,6 +22,7 @@
 #define JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_SM90_CUH_
 
 #include <string>
+#include <type_traits>
 
 #include "core/tile_order.h"
 #include "gpu/epilogue_sm90.cuh"
@@ -43,6 +47,7 @@ struct MatmulReduceScatterArgs {
   int32_t a_bytes;  // bytes of a box of A
   uint32_t signature, op;
   bool out_f32, out_f16;  // out_f16: of operands of 8 bits
+  bool wire_int8;         // with kWire: values are int8, and else e4m3
   int32_t senders;        // store warps that send at a time; 0: all (gpu/send_semaphore.cuh)
   int64_t k[kMaxWeights];
   int64_t n;
@@ -61,7 +66,7 @@ struct MatmulReduceScatterArgs {
   const float* w_scale;
 };
 
-template <typename Config_>
+template <typename Config_, bool kWire = false>
 struct MatmulReduceScatterSm90 {
   using Config = Config_;
   using Args = MatmulReduceScatterArgs;
@@ -157,9 +162,42 @@ struct MatmulReduceScatterSm90 {
                                  m64 * (args.layout.slot_bytes / Config::kM64Blocks));
   }
 
-  using F = Fragments<Config>;
+  using F = std::conditional_t<kWire, QuantizedFragments<Config>, Fragments<Config>>;
   // Stagings of an m64 block.
-  static __device__ int Rounds(const Args& args) { return args.out_f32 ? 2 : 1; }
+  static __device__ int Rounds(const Args& args) { return !kWire && args.out_f32 ? 2 : 1; }
+
+  // Stages the partial sums of an m64 block for their owners.
+  static __device__ __forceinline__ void StagePartial(
+      const Args& args, StagingWriter<Config>& staging,
+      const float (&acc)[Config::kSliceAccumulators]) {
+    if constexpr (kWire) {
+      F::Stage(acc, ContiguousStaging<Config>(staging.Acquire()), args.wire_int8);
+    } else if (args.out_f32) {
+      F::template Stage<true>(acc, 0, ContiguousStaging<Config>(staging.Acquire()));
+      staging.Publish();
+      F::template Stage<true>(acc, 1, ContiguousStaging<Config>(staging.Acquire()));
+    } else if (Config::kNarrow && args.out_f16) {
+      Fragments<Config, __half>::template Stage<false>(
+          acc, 0, ContiguousStaging<Config>(staging.Acquire()));
+    } else {
+      F::template Stage<false>(acc, 0, ContiguousStaging<Config>(staging.Acquire()));
+    }
+    staging.Publish();
+  }
+  // Adds a peer's.
+  static __device__ __forceinline__ void AddPartial(const Args& args,
+                                                    float (&acc)[Config::kSliceAccumulators],
+                                                    const char* partial) {
+    if constexpr (kWire) {
+      F::Add(acc, partial, args.wire_int8);
+    } else if (args.out_f32) {
+      F::template Add<true>(acc, partial);
+    } else if (Config::kNarrow && args.out_f16) {
+      Fragments<Config, __half>::template Add<false>(acc, partial);
+    } else {
+      F::template Add<false>(acc, partial);
+    }
+  }
 
   // The m64 block's first row as a row of y. If the tile straddles ranks, it may be negative, and
   // rows past y's last may follow.
@@ -206,19 +244,7 @@ struct MatmulReduceScatterSm90 {
           }
         }
         if (!HasOtherOwners(args, RowsOf(args, row_block, staging.M64At(i)))) continue;
-        if (args.out_f32) {
-          F::template Stage<true>(acc[i], 0, ContiguousStaging<Config>(staging.Acquire()));
-          staging.Publish();
-          F::template Stage<true>(acc[i], 1, ContiguousStaging<Config>(staging.Acquire()));
-          staging.Publish();
-        } else if (Config::kNarrow && args.out_f16) {
-          Fragments<Config, __half>::template Stage<false>(
-              acc[i], 0, ContiguousStaging<Config>(staging.Acquire()));
-          staging.Publish();
-        } else {
-          F::template Stage<false>(acc[i], 0, ContiguousStaging<Config>(staging.Acquire()));
-          staging.Publish();
-        }
+        StagePartial(args, staging, acc[i]);
       }
       const int warp = threadIdx.x % 128 / 32;
       bool awaited = false;
@@ -234,14 +260,8 @@ struct MatmulReduceScatterSm90 {
         if (local.begin <= warp && warp < local.end) {
           for (int src = 0; src < args.view.world; ++src) {
             if (src == args.view.rank) continue;
-            const char* partial = M64SlotOf(args, call, args.view.rank, src, row_block, tile, m64);
-            if (args.out_f32) {
-              F::template Add<true>(acc[i], partial);
-            } else if (Config::kNarrow && args.out_f16) {
-              Fragments<Config, __half>::template Add<false>(acc[i], partial);
-            } else {
-              F::template Add<false>(acc[i], partial);
-            }
+            AddPartial(args, acc[i],
+                       M64SlotOf(args, call, args.view.rank, src, row_block, tile, m64));
           }
         }
         __syncwarp();
@@ -396,6 +416,7 @@ inline bool MakeScatterArgs(const MatmulReduceScatterParams& p,
   args->num_tiles = grid.tiles_m * grid.tiles_n;
   args->out_f32 = p.out_dtype == DType::kF32;
   args->out_f16 = SizeOf(p.dtype) == 1 && p.out_dtype == DType::kF16;
+  args->wire_int8 = p.wire == DType::kS8;
   args->x_scale = operands.x_scale;
   args->w_scale = operands.w_scale;
   const Rows& r = p.rows;

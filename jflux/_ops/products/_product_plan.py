@@ -35,6 +35,7 @@ class Sizes:
       gated: whether two weights make one result.
       scales: of the operands.
       quantizes: whether results are quantised.
+      wire: the format of partial products that travel; None: y's.
       split_rows, concat_rows: of an all-to-all: whether shards are rows of what is sent, and of
         what is put together.
     """
@@ -55,6 +56,7 @@ class Sizes:
     w_dtype: np.dtype | None = None
     scales: Scales = Scales.NONE
     quantizes: bool = False
+    wire: str | None = None
 
     @property
     def rows(self) -> int:
@@ -94,6 +96,7 @@ class Sizes:
             "out_dtype": _native.dtype_number(self.out_dtype),
             "transpose_rhs": self.transpose_rhs,
             **({} if self.w_dtype is None else {"w_dtype": _native.dtype_number(self.w_dtype)}),
+            **({} if self.wire is None else {"wire": _native.dtype_number(self.wire)}),
             **{name: int(value) for name, value in options.items() if value},
         }
 

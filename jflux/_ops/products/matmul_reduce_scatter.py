@@ -17,8 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
+from ... import _native
+from ..._call import forms, plans
 from ..._call.derivatives import Derivatives, differentiate, not_linear, spread
-from ..._call.forms import TRACED, Call, Op
+from ..._call.forms import TRACED, Call, Op, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
 from ..._call.primitives import make_primitive
 from ..._ranks import global_arrays, meshes
@@ -30,7 +32,7 @@ from .._lax import several
 from .._recipe import AnyRecipe, Weight
 from .._scaled import Operand, Scaled, Scales
 from .._spec import Layout, OpSpec, all_ops
-from ..collectives import _quantized_exchange, exchange, wire_report
+from ..collectives import _quantized_exchange, all_reduce, exchange, wire_report
 from . import _by_recipe, _product, _product_plan
 from .all_gather_matmul import GATHERED
 from .matmul import of_kernels
@@ -132,10 +134,11 @@ def matmul_reduce_scatter(
       recipe: a :class:`jflux.Recipe`, or a :class:`jflux.DelayedScaling`, by which x and w are
         quantised, and what gradients need; w may be already, by `Recipe.quantize_weight`.
       wire: "float8_e4m3fn" or "int8": what travels is quantised, as in
-        :func:`jflux.reduce_scatter`; y is bfloat16, float16 or float32. It is a product whose sums
-        in float32 are quantised, and that exchange: the others' parts are added as they were
-        quantised, the rank's own as it is, with `bias` and `residual`, and y is rounded once.
-        Nothing of it is hidden in the product. Where ranks lie on several nodes, nodes sum as
+        :func:`jflux.reduce_scatter`; y is bfloat16, float16 or float32. Sums in float32 are
+        quantised: the others' parts are added as they were quantised, the rank's own as it is, with
+        `bias` and `residual`, and y is rounded once. On Hopper's GPUs the kernel does it (n a
+        multiple of 128, at least 256 rows of a rank, operands of 16 bits or float8_e4m3fn); else it
+        is a product and that exchange, of which nothing is hidden. Where ranks lie on several nodes, nodes sum as
         without a wire, and what they send each other is quantised alone. With less than 2 MiB that
         reach a rank the call is as without, which :func:`jflux.explain` says, unless
         ``jflux.config(always=True)``.
@@ -660,6 +663,7 @@ def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
         first_k=xs[0].shape[-1],
         w_dtype=None if ws[0].dtype == xs[0].dtype else ws[0].dtype,
         scales=params.scales.in_kernels,
+        wire=params.wire,
     )
 
 
@@ -682,6 +686,31 @@ _forms = _product_plan.Product(
     why_no_kernel=_product.why_not_8_bits,
     why_not_float32=_product_plan.why_not_tf32,
 )
+
+
+def _takes_wire(call: Call, machine: Machine) -> Plan | WhyNot | None:
+    """Of the kernel whose partial products are quantised before they leave it."""
+    arrays, params = call.arrays, call.params
+    if params.wire is None or machine.platform != "cuda" or _why_exact(call, machine):
+        return None
+    if why := plans.why_unchecked(all_reduce.WIRE_CHECKED_ON_GPUS):
+        return WhyNot(why)
+    _, _, added = _terms(arrays, params)
+    if any(a.dtype != params.out_dtype for a in added[params.added.count("bias") :]):
+        return WhyNot("the residual has another type than y")
+    kernel = _product_plan.why_kernel(params)
+    why_not: str | None = _unsupported(arrays, params, machine.platform)
+    why_not = why_not or _product.why_not_8_bits(arrays, params, machine)
+    if kernel is None:
+        why_not = why_not or _why_decomposed(arrays, params, machine)
+    if why_not:
+        return WhyNot(why_not)
+    sizes = _product_plan.in_rank_order(_sizes(arrays, params))
+    native = forms.native_plan(OP, sizes.native(), machine)
+    if isinstance(native, WhyNot):
+        return native
+    words = f"parts travel in {params.wire}"
+    return plans.fused(f"{words}; {kernel}" if kernel else words, native)
 
 
 def _with_sums_after(*operands: Any, params: Params, prepared: str | None = None) -> list[Any]:
@@ -780,6 +809,7 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
         "adds_bias": "bias" in params.added,
         "adds_residual": "residual" in params.added,
         "scales": np.int64(params.scales.in_kernels),
+        "wire": np.int64(-1 if params.wire is None else _native.dtype_number(params.wire)),
         **_product_plan.attributes(_sizes(operands, params), plan),
     }
 
@@ -820,6 +850,7 @@ _op = Op(
     result_shapes=_result_shapes,
     reference=_reference,
     forms=(
+        forms.kernel(_takes_wire, _attributes, canonical=_canonical),
         _quantized_exchange.form(
             _why_exact, "a product in float32, and a reduce-scatter", _without_wire, _decomposed
         ),
