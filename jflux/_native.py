@@ -55,6 +55,8 @@ ACTIVATIONS: tuple[str, ...] = tuple(_constants["activations"])
 NORMS: tuple[str, ...] = tuple(_constants["norms"])
 #: In the order of AllReduceAlgorithm (cc/ops/all_reduce/all_reduce.h).
 ALL_REDUCE_ALGORITHMS: tuple[str, ...] = tuple(_constants["all_reduce_algorithms"])
+#: What of a sum a call of all_reduce with a wire does.
+WIRE_PARTS: tuple[str, ...] = tuple(_constants["wire_parts"])
 
 
 @dataclasses.dataclass(frozen=True)

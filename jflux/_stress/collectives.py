@@ -126,6 +126,35 @@ def quantized_sum(rng: random.Random, place: Place) -> Case:
     )
 
 
+def quantized_exchange(rng: random.Random, place: Place) -> Case:
+    """One half of such a sum: an all_gather, or a reduce_scatter, of any size."""
+    world, dtype, wire = place.world, rng.choice(FLOATS), rng.choice(WIRES)
+    op = rng.choice(["all_gather", "reduce_scatter"])
+    most = place.most_elements // world
+    size = rng.choice([n for n in (1, 104, 1001, 4096, 65_544, (1 << 19) + 12_344) if n <= most])
+    shape = (size,) if op == "all_gather" else (world, size)
+
+    def make(seed: int) -> Data:
+        x = calls.normal(seed, (*place.mesh.devices.shape, *shape), dtype)
+        padded = np.pad(abs(x.astype(np.float64)), [(0, 0)] * (x.ndim - 1) + [(0, -size % 128)])
+        blocks = padded.reshape(*x.shape[:-1], -1, 128)
+        bound = half_step(blocks, wire).reshape(*x.shape[:-1], -1)[..., :size]
+
+        def moved(each: list[np.ndarray]) -> list[np.ndarray]:
+            return [np.stack(each)] * world if op == "all_gather" else [*np.sum(each, 0)]
+
+        want, sizes, bound = (exchanged_by(place, moved, a) for a in (x, abs(x), bound))
+        scale = sizes + bound / testing.tolerance(dtype, world)
+        return (x,), [Output(want, scale, dtype, world, same=op == "all_gather")]
+
+    return place.case(
+        op,
+        f"{op} wire {wire} {size} {np.dtype(dtype).name}",
+        functools.partial(getattr(jflux, op), axis_name=place.axis_name, wire=wire),
+        make,
+    )
+
+
 def norm(rng: random.Random, place: Place) -> Case:
     """A residual and a norm after an all_reduce, in its kernel where all goes to all at once, or
     where two-shot is asked for. The rows may be quantised."""

@@ -143,7 +143,9 @@ def draw_case(rng: random.Random, place: cases.Place, spec: OpSpec | None = None
     kinds: list[Any] = [products.product] * 12 + [products.large_sum]
     kinds += [collectives.collective] * 6 + [collectives.xla] * 6
     kinds += [collectives.all_reduce, collectives.norm, collectives.one_exchange] * 2
-    kinds += [collectives.quantized_sum, products.quantized_scatter]
+    kinds += [
+        collectives.quantized_sum, collectives.quantized_exchange, products.quantized_scatter
+    ]  # fmt: skip
     kinds += [collectives.there_and_back] * 2
     kinds += [mixtures.experts, mixtures.merge]
     kinds += [attention.attention, attention.decoding, attention.ulysses]

@@ -255,7 +255,9 @@ def _sum(rng: random.Random, place: cases.Place) -> Chosen:
 
 
 def _quantized_sum(rng: random.Random, place: cases.Place) -> Chosen:
-    case = rng.choice([collectives.quantized_sum, products.quantized_scatter])
+    case = rng.choice(
+        [collectives.quantized_sum, collectives.quantized_exchange, products.quantized_scatter]
+    )
     return _chosen(rng, case(rng, place))
 
 

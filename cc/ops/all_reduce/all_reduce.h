@@ -105,21 +105,30 @@ struct ChunkedLayout {
 // Whose sums may have a quantised wire.
 inline constexpr FormatSet kWireSums = SetOf(DType::kBF16, DType::kF16, DType::kF32);
 
+// What of a sum a call with a quantised wire does: all of it; or one half, a reduce-scatter, whose
+// y is the local shard, or an all-gather, whose x is. Python reads the names from the op's
+// constants.
+enum class WirePart : int32_t { kSum = 0, kScatter = 1, kGather = 2 };
+inline constexpr int kWireParts = 3;
+
 // The chunked algorithm with a quantised wire: chunks of elements, each a slot of values of 8 bits
 // and behind them the float32 scales of its blocks. Shards and chunks are whole blocks, of which
-// the last ranks' may be short or empty.
+// the last ranks' may be short or empty. Those of a half are all as large, and their last blocks
+// may be short.
 struct WireLayout {
   int32_t world;
-  int64_t count;  // of x
+  WirePart part;
+  int64_t count;  // of all shards
   int64_t shard;  // elements that a rank sums
   int64_t chunk;
 
-  JFLUX_HD static WireLayout For(int32_t world, int64_t count) {
-    const int64_t shard = RoundUp(CeilDiv<int64_t>(count, world), kWireBlock);
-    return WireLayout{world, count, shard, shard > (1 << 19) ? 8192 : 2048};
+  JFLUX_HD static WireLayout For(int32_t world, int64_t count, WirePart part) {
+    const int64_t even = CeilDiv<int64_t>(count, world);
+    const int64_t shard = part == WirePart::kSum ? RoundUp(even, kWireBlock) : even;
+    return WireLayout{world, part, count, shard, shard > (1 << 19) ? 8192 : 2048};
   }
   JFLUX_HD int64_t Chunks() const { return CeilDiv(shard, chunk); }  // of a shard
-  // The elements of x in chunk c of the shard of `owner`.
+  // The elements of all shards in chunk c of that of `owner`.
   struct Range {
     int64_t first, count;
     JFLUX_HD int64_t Blocks() const { return CeilDiv(count, kWireBlock); }
@@ -129,6 +138,11 @@ struct WireLayout {
     const int64_t end = Min(count, owner * shard + Min((c + 1) * chunk, shard));
     return Range{first, Max<int64_t>(0, end - first)};
   }
+  // The element of all shards that is the first one of x, and of y.
+  JFLUX_HD int64_t FirstOfX(int rank) const { return part == WirePart::kGather ? rank * shard : 0; }
+  JFLUX_HD int64_t FirstOfY(int rank) const {
+    return part == WirePart::kScatter ? rank * shard : 0;
+  }
   JFLUX_HD int64_t ScaleOffset(int64_t block) const { return chunk + block * 4; }  // in a slot
   JFLUX_HD int64_t SlotBytes() const { return ScaleOffset(chunk / kWireBlock); }
   // As ChunkedLayout's.
@@ -136,10 +150,11 @@ struct WireLayout {
     return SignalIndex(what, from, to, c) * SlotBytes();
   }
   JFLUX_HD int64_t SignalIndex(int what, int from, int to, int64_t c) const {
-    return (what * (world - 1) + (from - to + world) % world - 1) * Chunks() + c;
+    const int first = part == WirePart::kSum ? what : 0;  // a half has slots for one of both
+    return (first * (world - 1) + (from - to + world) % world - 1) * Chunks() + c;
   }
   WorkspaceLayout Workspace() const {
-    const int64_t slots = 2 * (world - 1) * Chunks();
+    const int64_t slots = (part == WirePart::kSum ? 2 : 1) * (world - 1) * Chunks();
     return shmem::WorkspaceFor(slots * SlotBytes(), slots);
   }
 };
@@ -156,6 +171,7 @@ struct AllReduceParams {
   // Chunked alone, of types of up to 32 bits: values of this format and scales travel.
   bool has_wire = false;
   DType wire = DType::kF8E4M3FN;
+  WirePart part = WirePart::kSum;  // of a half, `count` is that of all shards
 
   JFLUX_HD int64_t ElementBytes() const { return SizeOf<kWideFormats>(dtype); }
   JFLUX_HD int64_t Bytes() const { return count * ElementBytes(); }
@@ -206,6 +222,7 @@ struct AllReduceParams {
         .Add(static_cast<int64_t>(norm))
         .Add(width)
         .Add(has_wire ? static_cast<int64_t>(wire) : -1)
+        .Add(static_cast<int64_t>(part))
         .Get();
   }
   int64_t Packets() const {
@@ -229,7 +246,12 @@ struct AllReduceParams {
   }
   PacketLayout Workspace() const { return PacketLayout::For(Packets()); }  // unless chunked
   JFLUX_HD ChunkedLayout Chunks() const { return ChunkedLayout::For(world, Bytes()); }
-  JFLUX_HD WireLayout WireChunks() const { return WireLayout::For(world, count); }
+  JFLUX_HD WireLayout WireChunks() const { return WireLayout::For(world, count, part); }
+  // Whether shards begin where lanes can load vectors.
+  bool FitsWire() const {
+    return part == WirePart::kSum ||
+           (count % world == 0 && count / world * ElementBytes() % kVectorBytes == 0);
+  }
   int64_t WorkspaceBytes() const {
     if (has_wire) return WireChunks().Workspace().TotalBytes();
     return algorithm == AllReduceAlgorithm::kChunked ? Chunks().Workspace().TotalBytes()
@@ -254,7 +276,7 @@ struct QuantizedRows {
 
 struct AllReduceArrays {
   const void* x;
-  void* y;  // as large as x; both 8-byte aligned
+  void* y;  // as large as x, but of a half; both 8-byte aligned
   const void* residual = nullptr;
   // Only with a norm. scale and bias [width] are float32, or of x's type.
   void* normalised = nullptr;

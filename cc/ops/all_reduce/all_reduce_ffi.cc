@@ -16,6 +16,10 @@ bool PlanWire(AllReduceParams p, int64_t asked, Fields* plan, std::string* why_n
   }
   p.has_wire = true;
   p.algorithm = AllReduceAlgorithm::kChunked;
+  if (!p.FitsWire()) {
+    *why_not = "shards of a wire must be whole vectors of 16 bytes";
+    return false;
+  }
   const bool small = is_chosen && p.Bytes() < kLeastWireBytes;
   const bool taken = !small && (!is_chosen || p.Bytes() <= kMostWireBytes);
   *plan = Fields{{"algorithm", taken ? static_cast<int64_t>(p.algorithm) : -1},
@@ -26,10 +30,11 @@ bool PlanWire(AllReduceParams p, int64_t asked, Fields* plan, std::string* why_n
 }
 
 // Fields of a call: world, count, dtype, width (elements of a row that is to be normalised; 0: no
-// norm), algorithm (-1: to be chosen), and perhaps wire, the format of what travels. Fields of the
-// plan: algorithm (-1: XLA's own is faster), workspace_bytes (0 then), and fits_norm: whether that
-// algorithm can normalise such rows. If it cannot, the plan is for the sum alone. With a wire it is
-// chunked, or -1, and there is exact: whether a sum without a wire is better, of x so small.
+// norm), algorithm (-1: to be chosen), and perhaps wire, the format of what travels, and part, a
+// WirePart. Fields of the plan: algorithm (-1: XLA's own is faster), workspace_bytes (0 then), and
+// fits_norm: whether that algorithm can normalise such rows. If it cannot, the plan is for the sum
+// alone. With a wire it is chunked, or -1, and there is exact: whether a sum without a wire is
+// better, of x so small.
 bool PlanAllReduce(CallReader& call, const Machine& machine, Fields* plan, std::string* why_not) {
   AllReduceParams p{};
   p.world = static_cast<int32_t>(call.Get("world", 1, kMaxRanks));
@@ -38,6 +43,7 @@ bool PlanAllReduce(CallReader& call, const Machine& machine, Fields* plan, std::
   p.width = call.Get("width", 0, p.count);
   const int64_t asked = call.Get("algorithm", -1, kAllReduceAlgorithms - 1);
   const int64_t wire = call.GetOr("wire", -1, -1, kFormatCount - 1);
+  p.part = static_cast<WirePart>(call.GetOr("part", 0, 0, wire < 0 ? 0 : kWireParts - 1));
   if (!call.Check(why_not)) return false;
   if (wire >= 0) {
     p.wire = static_cast<DType>(wire);
@@ -67,12 +73,13 @@ struct Attributes {
   int64_t quantize_block = 0;  // QuantizedRows::block; 0: rows are not quantised
   bool power_of_two = false;
   int64_t wire = -1;  // number of the format of what travels; -1: x's own
+  int64_t part = 0;   // with a wire: number of a WirePart
 
   void Read(AttributeReader& read) {
     call.Read(read);
     read("algorithm", &algorithm)("epsilon", &epsilon)("norm", &norm)("residual", &residual);
     read("quantize_block", &quantize_block)("power_of_two", &power_of_two);
-    read("wire", &wire);
+    read("wire", &wire)("part", &part);
   }
 };
 
@@ -98,6 +105,7 @@ struct Call : CallOf<kAllReduceId, AllReduceCpu, LaunchAllReduce> {
         return kDoNotFit;
       }
     }
+    if (a.part != 0) return ReadHalf(a, x, rest, y, results);
     const auto like_x = [&](const ffi::AnyBuffer& b) {
       return b.element_type() == x.element_type() && b.element_count() == x.element_count();
     };
@@ -141,6 +149,23 @@ struct Call : CallOf<kAllReduceId, AllReduceCpu, LaunchAllReduce> {
     }
     return "";
   }
+  // One half of a sum with a wire.
+  std::string ReadHalf(const Attributes& a, const ffi::AnyBuffer& x, const ffi::RemainingArgs& rest,
+                       ffi::Result<ffi::AnyBuffer> y, const ffi::RemainingRets& results) {
+    if (a.part < 0 || a.part >= kWireParts || !p.has_wire || p.residual || rest.size() != 0 ||
+        results.size() != 0 || y->element_type() != x.element_type()) {
+      return kDoNotFit;
+    }
+    p.part = static_cast<WirePart>(a.part);
+    const bool gathers = p.part == WirePart::kGather;
+    const auto of_x = static_cast<int64_t>(x.element_count());
+    const auto of_y = static_cast<int64_t>(y->element_count());
+    p.count = gathers ? of_y : of_x;
+    if ((gathers ? of_x : of_y) * p.world != p.count || !p.FitsWire()) return kDoNotFit;
+    arrays.x = x.untyped_data();
+    arrays.y = y->untyped_data();
+    return "";
+  }
   // Whether the results are values and scales of the rows.
   bool ReadQuantized(const Attributes& a, const ffi::AnyBuffer& values,
                      const ffi::AnyBuffer& scale) {
@@ -171,6 +196,9 @@ constexpr Constant kConstants[] = {
      static_cast<int64_t>(AllReduceAlgorithm::kHalfButterfly)},
     {"all_reduce_algorithms.butterfly", static_cast<int64_t>(AllReduceAlgorithm::kButterfly)},
     {"all_reduce_algorithms.chunked", static_cast<int64_t>(AllReduceAlgorithm::kChunked)},
+    {"wire_parts.sum", static_cast<int64_t>(WirePart::kSum)},
+    {"wire_parts.scatter", static_cast<int64_t>(WirePart::kScatter)},
+    {"wire_parts.gather", static_cast<int64_t>(WirePart::kGather)},
     {"norms.rms", static_cast<int64_t>(Norm::kRms)},
     {"norms.layer", static_cast<int64_t>(Norm::kLayer)},
     {nullptr, 0},

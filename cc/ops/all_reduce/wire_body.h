@@ -7,11 +7,13 @@
 //      quantise the sums, and send them to all
 //   3. y = dequantised sums, plus the residual, rounded once
 //
-// The owner takes its sums as it has quantised them, so all ranks have the same bits.
+// The owner takes its sums as it has quantised them, so all ranks have the same bits. A
+// reduce-scatter (WirePart) ends in pass 2, with the sums as they are; an all-gather begins there,
+// with the rank's own data in place of sums.
 //
-// Lanes of a warp share a block of 128 elements, and each has consecutive ones. Codec is how: its
-// lanes, how many blocks they have in flight, the largest magnitude of a block, and values from
-// floats and back (all_reduce.cu, all_reduce_cpu.cc).
+// A team of lanes of a warp takes consecutive blocks of 128 elements, of which each lane has
+// consecutive elements. Codec is how: the lanes of a team, how many blocks they have in flight, the
+// largest magnitude of a block, and values from floats and back (all_reduce.cu, all_reduce_cpu.cc).
 #ifndef JFLUX_OPS_ALL_REDUCE_WIRE_BODY_H_
 #define JFLUX_OPS_ALL_REDUCE_WIRE_BODY_H_
 
@@ -38,36 +40,19 @@ struct WireBody {
   JFLUX_HD bool Run() const {
     const WireLayout layout = p.WireChunks();
     const int64_t chunks = layout.Chunks();
-    for (int64_t c = ctx.block; c < chunks; c += ctx.blocks) {
-      ForPeers<Raw>(
-          layout, c,
-          [&](int, const Range& range, int block) { return Load(arrays.x, range, block); },
-          [&](int owner, const Range&, int block, const Raw& x) {
-            SlotAt(layout, kInputs, ctx.view.rank, owner, c)
-                .Store(block, Quantized<sizeof(T) == 2>(FloatsOf(x)));
-          });
+    const bool scatters = p.part != WirePart::kGather, gathers = p.part != WirePart::kScatter;
+    for (int64_t c = ctx.block; scatters && c < chunks; c += ctx.blocks) {
+      for (int d = 1; d < p.world; ++d) Send(layout, (ctx.view.rank + d) % p.world, c);
       Announce(layout, kInputs, c);
     }
     for (int64_t c = ctx.block; c < chunks; c += ctx.blocks) {
-      if (!Await(layout, kInputs, c)) return false;
-      const Range range = layout.RangeOf(ctx.view.rank, c);
-      for (int block = Team(); block < range.Blocks(); block += Teams()) {
-        Sum(layout, c, range, block);
-      }
-      Announce(layout, kSums, c);
+      if (scatters && !Await(layout, kInputs, c)) return false;
+      Sum(layout, c);
+      if (gathers) Announce(layout, kSums, c);
     }
-    for (int64_t c = ctx.block; c < chunks; c += ctx.blocks) {
+    for (int64_t c = ctx.block; gathers && c < chunks; c += ctx.blocks) {
       if (!Await(layout, kSums, c)) return false;
-      ForPeers<Came>(
-          layout, c,
-          [&](int owner, const Range& range, int block) {
-            Came came{SlotAt(layout, kSums, owner, ctx.view.rank, c).Load(block)};
-            if (p.residual) came.residual = Load(arrays.residual, range, block);
-            return came;
-          },
-          [&](int, const Range& range, int block, const Came& came) {
-            Finish(range, block, came);
-          });
+      for (int d = 1; d < p.world; ++d) Receive(layout, (ctx.view.rank + d) % p.world, c);
     }
     return true;
   }
@@ -75,8 +60,10 @@ struct WireBody {
  private:
   // What a slot holds.
   static constexpr int kInputs = 0, kSums = 1;
-  static constexpr int kCount = kWireBlock / Codec::kLanes;  // elements of a lane
-  static constexpr int kBytes = kCount * sizeof(T);
+  static constexpr int kBlock = static_cast<int>(kWireBlock);
+  static constexpr int kCount = kBlock / Codec::kLanes;  // elements of a lane
+  static constexpr int kInFlight = Codec::kInFlight;
+  static constexpr bool kIsHalf = sizeof(T) == 2;
   // What arrays are aligned to where a lane's elements begin.
   static constexpr int kAlignment = Codec::kLanes == 1 ? 8 : 16;
   // A lane's elements of a block.
@@ -90,17 +77,18 @@ struct WireBody {
     uint32_t words[kCount / 4];
     float scale;
   };
-  struct Came {  // of a peer's shard
-    Values sums;
-    Raw residual;
-  };
   // In the memory of the rank that the slot is for.
   struct Slot {
     char* values;
     char* scales;
-    JFLUX_HD void Store(int block, const Values& v) const {
-      std::memcpy(At(block), v.words, kCount);
-      if (Codec::lane() == 0) std::memcpy(scales + block * 4, &v.scale, 4);
+    JFLUX_HD void Store(int block, const uint32_t (&words)[kCount / 4]) const {
+      std::memcpy(At(block), words, kCount);
+    }
+    // Of blocks from `block` on. A slot has room for those that are not there.
+    JFLUX_HD void StoreScales(int block, const float (&of)[kInFlight]) const {
+      constexpr int kBytes = kInFlight * 4;
+      if (Codec::lane() == 0)
+        std::memcpy(__builtin_assume_aligned(scales + block * 4, kBytes), of, kBytes);
     }
     JFLUX_HD Values Load(int block) const {
       Values v;
@@ -111,79 +99,86 @@ struct WireBody {
 
    private:
     JFLUX_HD char* At(int block) const {
-      return static_cast<char*>(__builtin_assume_aligned(
-          values + block * kWireBlock + Codec::lane() * kCount, kCount < 16 ? kCount : 16));
+      return static_cast<char*>(
+          __builtin_assume_aligned(values + block * kBlock + Codec::lane() * kCount, 16));
     }
   };
-
   JFLUX_HD Slot SlotAt(const WireLayout& layout, int what, int from, int to, int64_t c) const {
     char* slot = shmem::ptr(ctx, ctx.data(layout.SlotOffset(what, from, to, c)), to);
     return Slot{slot, slot + layout.ScaleOffset(0)};
   }
 
-  // Lanes that share a block, among those of the CTA.
-  static JFLUX_HD int Team() { return Block::rank() / Codec::kLanes; }
-  static JFLUX_HD int Teams() { return Block::size() / Codec::kLanes; }
+  // A lane's part of a range of an array, from its first element on; `left` are there.
+  struct Lane {
+    char* first;
+    int left;
 
-  // Takes the blocks of chunk c of all other ranks' shards, several in flight:
-  // use(owner, range, block, load(owner, range, block)).
-  template <typename Loaded, typename LoadBlock, typename Use>
-  JFLUX_HD void ForPeers(const WireLayout& layout, int64_t c, LoadBlock&& load, Use&& use) const {
-    const auto blocks = static_cast<int>(layout.chunk / kWireBlock), all = (p.world - 1) * blocks;
-    for (int first = Team(); first < all; first += Codec::kInFlight * Teams()) {
-      Loaded loaded[Codec::kInFlight];
-      const auto each = [&](auto&& visit) {
+    // Zeros past the end.
+    JFLUX_HD Raw Load(int block) const {
+      const char* from = first + block * (kBlock * static_cast<int>(sizeof(T)));
+      const int count = left - block * kBlock;
+      Raw x;
+      if (count >= kCount) {
+        std::memcpy(x.value, __builtin_assume_aligned(from, kAlignment), sizeof(x.value));
+      } else {
         JFLUX_UNROLL
-        for (int i = 0; i < Codec::kInFlight; ++i) {
-          const int at = first + i * Teams(), d = 1 + at / blocks, block = at % blocks;
-          if (at >= all) continue;
-          const int owner = (ctx.view.rank + d) % p.world;
-          const Range range = layout.RangeOf(owner, c);
-          if (block < range.Blocks()) visit(i, owner, range, block);
-        }
-      };
-      each([&](int i, int owner, const Range& range, int block) {
-        loaded[i] = load(owner, range, block);
-      });
-      each([&](int i, int owner, const Range& range, int block) {
-        use(owner, range, block, loaded[i]);
-      });
+        for (int i = 0; i < kCount; ++i)
+          x.value[i] = i < count ? reinterpret_cast<const T*>(from)[i] : T{};
+      }
+      return x;
     }
+    JFLUX_HD void Store(int block, const Floats& y) const {
+      Raw rounded;
+      JFLUX_UNROLL
+      for (int i = 0; i < kCount; ++i) {
+        if constexpr (std::is_arithmetic_v<T>) {
+          rounded.value[i] = y.value[i];
+        } else {
+          rounded.value[i] = T::From(y.value[i]);
+        }
+      }
+      char* to = first + block * (kBlock * static_cast<int>(sizeof(T)));
+      const int count = left - block * kBlock;
+      if (count >= kCount) {
+        std::memcpy(__builtin_assume_aligned(to, kAlignment), rounded.value, sizeof(rounded.value));
+      } else {
+        JFLUX_UNROLL
+        for (int i = 0; i < kCount; ++i) {
+          if (i < count) reinterpret_cast<T*>(to)[i] = rounded.value[i];
+        }
+      }
+    }
+  };
+  // `array` begins at element `origin` of all shards.
+  JFLUX_HD Lane LaneOf(const void* array, int64_t origin, const Range& range) const {
+    const int at = Codec::lane() * kCount;
+    char* base = static_cast<char*>(const_cast<void*>(array));
+    return Lane{base + (range.first - origin + at) * int64_t{sizeof(T)},
+                static_cast<int>(range.count) - at};
+  }
+  JFLUX_HD Lane LaneOfX(const WireLayout& layout, const Range& range) const {
+    return LaneOf(arrays.x, layout.FirstOfX(ctx.view.rank), range);
+  }
+  JFLUX_HD Lane LaneOfY(const WireLayout& layout, const Range& range) const {
+    return LaneOf(arrays.y, layout.FirstOfY(ctx.view.rank), range);
   }
 
-  // A lane's elements of a block that are there.
-  struct Place {
-    int64_t first;
-    int count;
-  };
-  JFLUX_HD Place PlaceOf(const Range& range, int block) const {
-    const int64_t in_chunk = int64_t{block} * kWireBlock + Codec::lane() * kCount;
-    const int64_t left = Min<int64_t>(range.count - in_chunk, kCount);
-    return Place{range.first + in_chunk, static_cast<int>(Max<int64_t>(left, 0))};
+  // visit(first) for the first one of each kInFlight consecutive blocks that a team takes.
+  template <typename Visit>
+  static JFLUX_HD void ForBlocks(const Range& range, Visit&& visit) {
+    const int team = Block::rank() / Codec::kLanes, teams = Block::size() / Codec::kLanes;
+    const auto blocks = static_cast<int>(range.Blocks());
+    for (int first = team * kInFlight; first < blocks; first += teams * kInFlight) visit(first);
   }
-  // Zeros past the end of the range.
-  JFLUX_HD Raw Load(const void* array, const Range& range, int block) const {
-    const Place place = PlaceOf(range, block);
-    const auto* from = static_cast<const char*>(array) + place.first * int64_t{sizeof(T)};
-    Raw x;
-    if (place.count == kCount) {
-      std::memcpy(x.value, __builtin_assume_aligned(from, kAlignment), kBytes);
-    } else {
-      JFLUX_UNROLL
-      for (int i = 0; i < kCount; ++i)
-        x.value[i] = i < place.count ? reinterpret_cast<const T*>(from)[i] : T{};
-    }
-    return x;
-  }
+
   static JFLUX_HD Floats FloatsOf(const Raw& x) {
     Floats floats;
     JFLUX_UNROLL
     for (int i = 0; i < kCount; ++i) floats.value[i] = static_cast<float>(x.value[i]);
     return floats;
   }
-
-  // kIsHalf: x are numbers of 16 bits.
-  template <bool kIsHalf>
+  // kOf16Bits: x are such numbers.
+  template <bool kOf16Bits>
   JFLUX_HD Values Quantized(const Floats& x) const {
     uint32_t magnitude = 0;
     JFLUX_UNROLL
@@ -192,7 +187,7 @@ struct WireBody {
       magnitude = bits > magnitude ? bits : magnitude;
     }
     Values v;
-    v.scale = Codec::template Quantize<kIsHalf>(x.value, Codec::Max(magnitude), p.wire, v.words);
+    v.scale = Codec::template Quantize<kOf16Bits>(x.value, Codec::Max(magnitude), p.wire, v.words);
     return v;
   }
   JFLUX_HD Floats Dequantized(const Values& v) const {
@@ -201,61 +196,106 @@ struct WireBody {
     return x;
   }
 
-  // Adds a block of the local shard, and sends the quantised sums.
-  JFLUX_HD void Sum(const WireLayout& layout, int64_t c, const Range& range, int block) const {
-    Values parts[kMaxRanks];
-    JFLUX_UNROLL  // independent loads, all in flight
-        for (int src = 0; src < kMaxRanks; ++src) {
-      if (src < p.world && src != ctx.view.rank)
-        parts[src] = SlotAt(layout, kInputs, src, ctx.view.rank, c).Load(block);
-    }
-    const Floats own = FloatsOf(Load(arrays.x, range, block));
-    Came came;
-    if (p.residual) came.residual = Load(arrays.residual, range, block);
-    Floats total{};
-    JFLUX_UNROLL
-    for (int src = 0; src < kMaxRanks; ++src) {
-      if (src >= p.world) continue;
-      const Floats part = src == ctx.view.rank ? own : Dequantized(parts[src]);
+  // Quantises this rank's data of another rank's shard.
+  JFLUX_HD void Send(const WireLayout& layout, int owner, int64_t c) const {
+    const Range range = layout.RangeOf(owner, c);
+    const Slot slot = SlotAt(layout, kInputs, ctx.view.rank, owner, c);
+    const Lane x = LaneOfX(layout, range);
+    ForBlocks(range, [&](int first) {
+      Raw loaded[kInFlight];
       JFLUX_UNROLL
-      for (int i = 0; i < kCount; ++i)
-        total.value[i] = src == 0 ? part.value[i] : total.value[i] + part.value[i];
-    }
-    came.sums = Quantized<false>(total);
-    for (int d = 1; d < p.world; ++d) {
-      const int peer = (ctx.view.rank + d) % p.world;
-      SlotAt(layout, kSums, ctx.view.rank, peer, c).Store(block, came.sums);
-    }
-    Finish(range, block, came);
+      for (int i = 0; i < kInFlight; ++i) loaded[i] = x.Load(first + i);
+      float scales[kInFlight];
+      JFLUX_UNROLL
+      for (int i = 0; i < kInFlight; ++i) {
+        const Values v = Quantized<kIsHalf>(FloatsOf(loaded[i]));
+        slot.Store(first + i, v.words);
+        scales[i] = v.scale;
+      }
+      slot.StoreScales(first, scales);
+    });
   }
 
-  // Writes a block of y.
-  JFLUX_HD void Finish(const Range& range, int block, const Came& came) const {
-    Floats y = Dequantized(came.sums);
+  // Adds the local shard's parts, and sends the quantised sums.
+  JFLUX_HD void Sum(const WireLayout& layout, int64_t c) const {
+    const Range range = layout.RangeOf(ctx.view.rank, c);
+    const Lane x = LaneOfX(layout, range), y = LaneOfY(layout, range);
+    const Lane residual = LaneOf(arrays.residual, 0, range);
+    ForBlocks(range, [&](int first) {
+      float scales[kInFlight];
+      JFLUX_UNROLL
+      for (int i = 0; i < kInFlight; ++i) {
+        const int block = first + i;
+        Floats total = FloatsOf(x.Load(block));
+        if (p.part != WirePart::kGather) total = SumOf(layout, c, block, total);
+        if (p.part == WirePart::kScatter) {
+          y.Store(block, total);
+          continue;
+        }
+        const Values sums = Quantized<false>(total);
+        scales[i] = sums.scale;
+        for (int d = 1; d < p.world; ++d) {
+          const int peer = (ctx.view.rank + d) % p.world;
+          SlotAt(layout, kSums, ctx.view.rank, peer, c).Store(block, sums.words);
+        }
+        y.Store(block, Finished(sums, residual, block));
+      }
+      if (p.part == WirePart::kScatter) return;
+      for (int d = 1; d < p.world; ++d) {
+        const int peer = (ctx.view.rank + d) % p.world;
+        SlotAt(layout, kSums, ctx.view.rank, peer, c).StoreScales(first, scales);
+      }
+    });
+  }
+  // What came from all ranks, in their order, and this rank's own.
+  JFLUX_HD Floats SumOf(const WireLayout& layout, int64_t c, int block, const Floats& own) const {
+    constexpr int kAtOnce = 4;  // loads in flight
+    Floats total{};
+    for (int base = 0; base < p.world; base += kAtOnce) {
+      Values parts[kAtOnce];
+      JFLUX_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int src = base + i;
+        if (src < p.world && src != ctx.view.rank)
+          parts[i] = SlotAt(layout, kInputs, src, ctx.view.rank, c).Load(block);
+      }
+      JFLUX_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int src = base + i;
+        if (src >= p.world) continue;
+        const Floats part = src == ctx.view.rank ? own : Dequantized(parts[i]);
+        JFLUX_UNROLL
+        for (int e = 0; e < kCount; ++e)
+          total.value[e] = src == 0 ? part.value[e] : total.value[e] + part.value[e];
+      }
+    }
+    return total;
+  }
+
+  // Writes the sums of another rank's shard.
+  JFLUX_HD void Receive(const WireLayout& layout, int owner, int64_t c) const {
+    const Range range = layout.RangeOf(owner, c);
+    const Slot slot = SlotAt(layout, kSums, owner, ctx.view.rank, c);
+    const Lane y = LaneOfY(layout, range), residual = LaneOf(arrays.residual, 0, range);
+    ForBlocks(range, [&](int first) {
+      Values loaded[kInFlight];
+      JFLUX_UNROLL
+      for (int i = 0; i < kInFlight; ++i) loaded[i] = slot.Load(first + i);
+      JFLUX_UNROLL
+      for (int i = 0; i < kInFlight; ++i) {
+        y.Store(first + i, Finished(loaded[i], residual, first + i));
+      }
+    });
+  }
+  // The sums of a block, and the residual.
+  JFLUX_HD Floats Finished(const Values& sums, const Lane& residual, int block) const {
+    Floats y = Dequantized(sums);
     if (p.residual) {
-      const Floats residual = FloatsOf(came.residual);
+      const Floats added = FloatsOf(residual.Load(block));
       JFLUX_UNROLL
-      for (int i = 0; i < kCount; ++i) y.value[i] += residual.value[i];
+      for (int i = 0; i < kCount; ++i) y.value[i] += added.value[i];
     }
-    Raw rounded;
-    JFLUX_UNROLL
-    for (int i = 0; i < kCount; ++i) {
-      if constexpr (std::is_arithmetic_v<T>) {
-        rounded.value[i] = y.value[i];
-      } else {
-        rounded.value[i] = T::From(y.value[i]);
-      }
-    }
-    const Place place = PlaceOf(range, block);
-    auto* to = static_cast<char*>(arrays.y) + place.first * int64_t{sizeof(T)};
-    if (place.count == kCount) {
-      std::memcpy(__builtin_assume_aligned(to, kAlignment), rounded.value, kBytes);
-    } else {
-      JFLUX_UNROLL
-      for (int i = 0; i < kCount; ++i) {
-        if (i < place.count) reinterpret_cast<T*>(to)[i] = rounded.value[i];
-      }
-    }
+    return y;
   }
 
   JFLUX_HD void Announce(const WireLayout& layout, int what, int64_t c) const {

@@ -1,5 +1,6 @@
-"""all_gather and reduce_scatter whose data travel in 8 bits: data are quantised, values and scales
-travel as the bytes of one exchange, and what has come is dequantised.
+"""all_gather and reduce_scatter whose data travel in 8 bits: halves of the kernel of an all_reduce
+(cc/ops/all_reduce/wire_body.h); or data are quantised, values and scales travel as the bytes of one
+exchange, and what has come is dequantised.
 
     all_gather       y_r = value * scale of each rank's x, the rank's own too: all ranks have the
                      same bits
@@ -13,26 +14,32 @@ those of `_quantized_sum.py`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ... import _config
-from ..._call import explain, plans
+from ... import _config, _native
+from ..._call import explain, forms, plans
 from ..._call.derivatives import differentiated
-from ..._call.forms import Call, Form, Run
+from ..._call.forms import Call, Form, Op, Run, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
+from ..._call.primitives import make_primitive
 from ..._ranks import meshes
 from .. import _wire
+from ..products import _product
 from . import _quantized_sum, exchange, wire_report
 
 #: With fewer bytes that reach a rank data travel as they are, as in an all_reduce of fewer
 #: (kLeastWireBytes in cc/ops/all_reduce/all_reduce.h).
 LEAST_BYTES = 2 << 20
+#: Whether kernels with a quantised wire have run on GPUs, against the reference.
+WIRE_CHECKED_ON_GPUS = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,38 +145,150 @@ def form(why: Callable[[Call, Machine], str | None], words: str, exact: Run, run
     return Form(takes, either)
 
 
+# ---- The kernel, and its two other forms --------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A call, less its operand: of "scatter" x [N, ...] -> [...], of "gather" x [...] -> [N, ...].
+
+    Attributes:
+      part: which half of a sum.
+      to: of a gather, as :func:`jflux.all_gather` takes it.
+    """
+
+    axis_names: tuple[Any, ...]
+    world: int
+    part: str
+    wire: str
+    to: str = "varying"
+    prepared: str | None = None
+
+    @property
+    def same(self) -> bool:
+        """Whether types say that the results are the same on all ranks."""
+        return self.to == "invarying" and meshes.tracks_vma(self.axis_names)
+
+
+def _shapes(arrays: Arrays, params: Params) -> list[Any]:
+    (x,) = arrays
+    shape = x.shape[1:] if params.part == "scatter" else (params.world, *x.shape)
+    return [(shape, x.dtype)]
+
+
+def _by_exchange(arrays: Arrays, params: Params, is_reference: bool) -> list[jax.Array]:
+    """The call as bytes of one exchange, or of lax's."""
+    (x,), wire, ranks = arrays, params.wire, params.axis_names
+    names, groups = meshes.axes_and_groups(ranks)
+    way = Way(names, groups, params.to, is_reference=is_reference)
+    # XLA may leave out the cast that made x.
+    wide = lax.optimization_barrier(x).astype(jnp.float32)
+    if params.part == "gather":
+        came = way.exchange("all_gather", _wire.packed(wide.ravel(), wire), axis=0, to=params.to)
+        return [_wire.unpacked(came, wire, x.size).reshape(-1, *x.shape).astype(x.dtype)]
+    own = wide.reshape(params.world, -1)
+    sent = _wire.packed(own, wire)
+    came = way.exchange("all_to_all", sent, split_axis=0, concat_axis=0, tiled=True)
+    total = _quantized_sum.sum_of_parts(own, _wire.unpacked(came, wire, own.shape[1]), ranks)
+    return [total.reshape(x.shape[1:]).astype(x.dtype)]
+
+
+def _takes(call: Call, machine: Machine) -> Plan | WhyNot | None:
+    (x,), params = call.arrays, call.params
+    if machine.on_gpus and (why := plans.why_unchecked(WIRE_CHECKED_ON_GPUS)):
+        return WhyNot(why)
+    if params.world > _native.MAX_RANKS:
+        return WhyNot(f"{params.world} ranks, the kernels take up to {_native.MAX_RANKS}")
+    native = forms.native_plan(
+        SUM,
+        {
+            "world": params.world,
+            "count": x.size * (params.world if params.part == "gather" else 1),
+            "dtype": _native.dtype_number(x.dtype),
+            "width": 0,
+            "algorithm": _native.ALL_REDUCE_ALGORITHMS.index("chunked"),
+            "wire": _native.dtype_number(params.wire),
+            "part": _native.WIRE_PARTS.index(params.part),
+        },
+        machine,
+        fills="parts that travel",
+    )
+    if isinstance(native, WhyNot):
+        return native
+    return plans.fused(f"chunked in {params.wire}", native)
+
+
+def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    return {
+        "algorithm": np.int64(plan.config["algorithm"]),
+        "epsilon": np.float64(0),
+        "norm": np.int64(0),
+        "residual": False,
+        "quantize_block": np.int64(0),
+        "power_of_two": False,
+        "wire": np.int64(_native.dtype_number(params.wire)),
+        "part": np.int64(_native.WIRE_PARTS.index(params.part)),
+    }
+
+
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
+    # A block has elements of one call of the batch only.
+    bind = functools.partial(primitive.bind, params=params)
+    return _product.batch_one_by_one(bind, operands, dims)
+
+
+#: The kernel that both are halves of.
+SUM = "all_reduce"
+
+_op = Op(
+    name=SUM,
+    result_shapes=_shapes,
+    reference=lambda arrays, params: _by_exchange(arrays, params, is_reference=True),
+    forms=(
+        forms.kernel(_takes, _attributes),
+        forms.decomposed(
+            lambda arrays, params, plan: _by_exchange(arrays, params, is_reference=False),
+            "the bytes of one exchange",
+        ),
+    ),
+    batch=_batch,
+    same_over=lambda params: params.axis_names if params.same else (),
+    title=lambda params: "reduce_scatter" if params.part == "scatter" else "all_gather",
+)
+_primitive = make_primitive(_op)
+
+
 # ---- With derivatives ----------------------------------------------------------------------------
 
 
 def _gathered(way: Way, x: jax.Array) -> tuple[jax.Array]:
     if way.wire is None:
         return (way.exchange("all_gather", x, axis=0, to=way.to),)
-    wire, (ranks, world) = way.wire, meshes.ranks_of(way.axis_name, way.groups)
-
-    def gather(x: jax.Array) -> jax.Array:
-        # XLA may leave out the cast that made x.
-        sent = _wire.packed(lax.optimization_barrier(x).astype(jnp.float32).ravel(), wire)
-        came = way.exchange("all_gather", sent, axis=0, to=way.to)
-        return _wire.unpacked(came, wire, x.size).reshape(-1, *x.shape).astype(x.dtype)
-
-    same = way.to == "invarying" and meshes.tracks_vma(way.axis_name)
-    return (_unsharded(gather, x, (world, *x.shape), lambda spec: (None, *spec), ranks, same),)
+    return _half("gather", way, x)
 
 
 def _scattered(way: Way, x: jax.Array) -> tuple[jax.Array]:
     if way.wire is None:
         return (way.exchange("reduce_scatter", x, scatter_dimension=0),)
-    wire, (ranks, world) = way.wire, meshes.ranks_of(way.axis_name, way.groups)
+    return _half("scatter", way, x)
 
-    def scatter(x: jax.Array) -> jax.Array:
-        own = lax.optimization_barrier(x).astype(jnp.float32).reshape(world, -1)
-        sent = _wire.packed(own, wire)
-        came = way.exchange("all_to_all", sent, split_axis=0, concat_axis=0, tiled=True)
-        parts = _wire.unpacked(came, wire, own.shape[1])
-        total = _quantized_sum.sum_of_parts(own, parts, ranks)
-        return total.reshape(x.shape[1:]).astype(x.dtype)
 
-    return (_unsharded(scatter, x, x.shape[1:], lambda spec: spec[1:], ranks),)
+def _half(part: str, way: Way, x: jax.Array) -> tuple[jax.Array]:
+    assert way.wire is not None
+    ranks, world = meshes.ranks_of(way.axis_name, way.groups)
+    params = Params(ranks, world, part, way.wire, way.to)
+
+    def f(x: jax.Array) -> jax.Array:
+        if way.is_reference:
+            (y,) = _by_exchange((x,), params, is_reference=True)
+        else:
+            (y,) = _primitive.bind(x, params=params)
+        return y
+
+    ((shape, _),) = _shapes((x,), params)
+    if part == "gather":
+        return (_unsharded(f, x, shape, lambda spec: (None, *spec), ranks, params.same),)
+    return (_unsharded(f, x, shape, lambda spec: spec[1:], ranks),)
 
 
 def _unsharded(

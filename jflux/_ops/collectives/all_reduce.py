@@ -33,8 +33,6 @@ from ._sum_epilogue import SumEpilogue
 
 OP = "all_reduce"
 ALGORITHMS = _native.ALL_REDUCE_ALGORITHMS
-#: Whether sums with a quantised wire have run on GPUs, against the reference.
-WIRE_CHECKED_ON_GPUS = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,7 +354,7 @@ def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
     (x, *_), params = call.arrays, call.params
     kernel = _product_plan.why_kernel(params)
     if params.wire is not None and machine.platform == "cuda":
-        if why := plans.why_unchecked(WIRE_CHECKED_ON_GPUS):
+        if why := plans.why_unchecked(_quantized_exchange.WIRE_CHECKED_ON_GPUS):
             return WhyNot(why, unsupported=True)
     collectives = "lax.psum is" if params.wire is None else "XLA's collectives are"
     large = WhyNot(f"{x.size * x.dtype.itemsize} bytes, for which {collectives} faster")
@@ -503,6 +501,7 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
         "quantize_block": np.int64(0 if to is None else to.block[1]),
         "power_of_two": to is not None and to.power_of_two,
         "wire": np.int64(-1 if params.wire is None else _native.dtype_number(params.wire)),
+        "part": np.int64(_native.WIRE_PARTS.index("sum")),
     }
 
 

@@ -32,7 +32,7 @@ from .._lax import several
 from .._recipe import AnyRecipe, Weight
 from .._scaled import Operand, Scaled, Scales
 from .._spec import Layout, OpSpec, all_ops
-from ..collectives import _quantized_exchange, all_reduce, exchange, wire_report
+from ..collectives import _quantized_exchange, exchange, wire_report
 from . import _by_recipe, _product, _product_plan
 from .all_gather_matmul import GATHERED
 from .matmul import of_kernels
@@ -138,10 +138,10 @@ def matmul_reduce_scatter(
         quantised: the others' parts are added as they were quantised, the rank's own as it is, with
         `bias` and `residual`, and y is rounded once. On Hopper's GPUs the kernel does it (n a
         multiple of 128, at least 256 rows of a rank, operands of 16 bits or float8_e4m3fn); else it
-        is a product and that exchange, of which nothing is hidden. Where ranks lie on several nodes, nodes sum as
-        without a wire, and what they send each other is quantised alone. With less than 2 MiB that
-        reach a rank the call is as without, which :func:`jflux.explain` says, unless
-        ``jflux.config(always=True)``.
+        is a product and that exchange, of which nothing is hidden. Where ranks lie on several
+        nodes, nodes sum as without a wire, and what they send each other is quantised alone. With
+        less than 2 MiB that reach a rank the call is as without, which :func:`jflux.explain` says,
+        unless ``jflux.config(always=True)``.
       grad_wire: likewise, of what derivatives send, which is exact by default (straight through):
         of the dy that is gathered, and of tangents. By a recipe dy travels in 8 bits anyway.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
@@ -693,7 +693,7 @@ def _takes_wire(call: Call, machine: Machine) -> Plan | WhyNot | None:
     arrays, params = call.arrays, call.params
     if params.wire is None or machine.platform != "cuda" or _why_exact(call, machine):
         return None
-    if why := plans.why_unchecked(all_reduce.WIRE_CHECKED_ON_GPUS):
+    if why := plans.why_unchecked(_quantized_exchange.WIRE_CHECKED_ON_GPUS):
         return WhyNot(why)
     _, _, added = _terms(arrays, params)
     if any(a.dtype != params.out_dtype for a in added[params.added.count("bias") :]):
