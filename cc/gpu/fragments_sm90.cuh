@@ -160,11 +160,12 @@ struct QuantizedFragments {
       for (int step = 1; step < 4; step *= 2) {
         most = quantize::MaxWord(most, __shfl_xor_sync(0xffffffff, most, step));
       }
-      const auto by = quantize::ScaleOf<kValues>(most, /*power_of_two=*/false, nullptr);
-      if (lane % 4 == row) scale = by.scale;
+      const float of_row = quantize::ScaleOf<kValues>(most, /*power_of_two=*/false, nullptr).scale;
+      if (lane % 4 == row) scale = of_row;
+      // A normal number, as the scale is: it is of the largest float32 at the most.
+      const float inverse = __frcp_rn(of_row);
       const auto pair = [&](int i) {
-        return quantize::Rounded<kValues>(quantize::Ratio<false, 0>(acc[At(row, i)], by),
-                                          quantize::Ratio<false, 0>(acc[At(row, i + 1)], by));
+        return quantize::Rounded<kValues>(acc[At(row, i)] * inverse, acc[At(row, i + 1)] * inverse);
       };
       const auto word = [&](int i) { return pair(i) | pair(i + 2) << 16; };
 #pragma unroll

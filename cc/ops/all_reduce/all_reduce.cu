@@ -175,7 +175,7 @@ Plan PlanFor(const AllReduceParams& p, const AllReduceArrays& arrays, int sm_cou
 bool LaunchChunked(const AllReduceParams& p, const AllReduceArrays& arrays, int64_t site,
                    const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
                    std::string* error) {
-  const int64_t chunks = p.has_wire ? p.WireChunks().Chunks() : p.Chunks().Chunks();
+  const int64_t chunks = p.has_wire ? p.WireChunks().chunks : p.Chunks().Chunks();
   const WorkspaceLayout workspace =
       p.has_wire ? p.WireChunks().Workspace() : p.Chunks().Workspace();
   const int64_t blocks = Min<int64_t>(chunks, kPacketCtasPerSm * device.sm_count);

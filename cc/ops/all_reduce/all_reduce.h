@@ -121,13 +121,14 @@ struct WireLayout {
   int64_t count;  // of all shards
   int64_t shard;  // elements that a rank sums
   int64_t chunk;
+  int64_t chunks;  // of a shard
 
   JFLUX_HD static WireLayout For(int32_t world, int64_t count, WirePart part) {
     const int64_t even = CeilDiv<int64_t>(count, world);
     const int64_t shard = part == WirePart::kSum ? RoundUp(even, kWireBlock) : even;
-    return WireLayout{world, part, count, shard, shard > (1 << 19) ? 8192 : 2048};
+    const int64_t chunk = shard > (1 << 19) ? 8192 : 2048;
+    return WireLayout{world, part, count, shard, chunk, CeilDiv(shard, chunk)};
   }
-  JFLUX_HD int64_t Chunks() const { return CeilDiv(shard, chunk); }  // of a shard
   // The elements of all shards in chunk c of that of `owner`.
   struct Range {
     int64_t first, count;
@@ -151,10 +152,11 @@ struct WireLayout {
   }
   JFLUX_HD int64_t SignalIndex(int what, int from, int to, int64_t c) const {
     const int first = part == WirePart::kSum ? what : 0;  // a half has slots for one of both
-    return (first * (world - 1) + (from - to + world) % world - 1) * Chunks() + c;
+    const int distance = from < to ? from - to + world : from - to;
+    return (first * (world - 1) + distance - 1) * chunks + c;
   }
   WorkspaceLayout Workspace() const {
-    const int64_t slots = (part == WirePart::kSum ? 2 : 1) * (world - 1) * Chunks();
+    const int64_t slots = (part == WirePart::kSum ? 2 : 1) * (world - 1) * chunks;
     return shmem::WorkspaceFor(slots * SlotBytes(), slots);
   }
 };

@@ -39,10 +39,10 @@ struct WireBody {
   // False if a wait failed.
   JFLUX_HD bool Run() const {
     const WireLayout layout = p.WireChunks();
-    const int64_t chunks = layout.Chunks();
+    const int64_t chunks = layout.chunks;
     const bool scatters = p.part != WirePart::kGather, gathers = p.part != WirePart::kScatter;
     for (int64_t c = ctx.block; scatters && c < chunks; c += ctx.blocks) {
-      for (int d = 1; d < p.world; ++d) Send(layout, (ctx.view.rank + d) % p.world, c);
+      for (int d = 1; d < p.world; ++d) Send(layout, Peer(d), c);
       Announce(layout, kInputs, c);
     }
     for (int64_t c = ctx.block; c < chunks; c += ctx.blocks) {
@@ -52,7 +52,7 @@ struct WireBody {
     }
     for (int64_t c = ctx.block; gathers && c < chunks; c += ctx.blocks) {
       if (!Await(layout, kSums, c)) return false;
-      for (int d = 1; d < p.world; ++d) Receive(layout, (ctx.view.rank + d) % p.world, c);
+      for (int d = 1; d < p.world; ++d) Receive(layout, Peer(d), c);
     }
     return true;
   }
@@ -103,6 +103,11 @@ struct WireBody {
           __builtin_assume_aligned(values + block * kBlock + Codec::lane() * kCount, 16));
     }
   };
+  // The rank that comes so many after this one.
+  JFLUX_HD int Peer(int d) const {
+    const int peer = ctx.view.rank + d;
+    return peer < p.world ? peer : peer - p.world;
+  }
   JFLUX_HD Slot SlotAt(const WireLayout& layout, int what, int from, int to, int64_t c) const {
     char* slot = shmem::ptr(ctx, ctx.data(layout.SlotOffset(what, from, to, c)), to);
     return Slot{slot, slot + layout.ScaleOffset(0)};
@@ -235,14 +240,14 @@ struct WireBody {
         const Values sums = Quantized<false>(total);
         scales[i] = sums.scale;
         for (int d = 1; d < p.world; ++d) {
-          const int peer = (ctx.view.rank + d) % p.world;
+          const int peer = Peer(d);
           SlotAt(layout, kSums, ctx.view.rank, peer, c).Store(block, sums.words);
         }
         y.Store(block, Finished(sums, residual, block));
       }
       if (p.part == WirePart::kScatter) return;
       for (int d = 1; d < p.world; ++d) {
-        const int peer = (ctx.view.rank + d) % p.world;
+        const int peer = Peer(d);
         SlotAt(layout, kSums, ctx.view.rank, peer, c).StoreScales(first, scales);
       }
     });
