@@ -46,8 +46,8 @@ lint() {
   mypy
 }
 
-# All kernels and the library, and what their files took: a launcher notes the compilers' processor
-# time, which does not count what other programs take.
+# All kernels and the library, what their files took, and their machine code. A launcher notes the
+# compilers' processor time, which does not count what other programs take.
 gpu_kernels() {
   local launcher="python;$PWD/tools/compiler_seconds.py"
   if [ "$cuda" = OFF ]; then return; fi
@@ -56,6 +56,7 @@ gpu_kernels() {
     -DCMAKE_CUDA_COMPILER_LAUNCHER="$launcher${CMAKE_CUDA_COMPILER_LAUNCHER:+;$CMAKE_CUDA_COMPILER_LAUNCHER}"
   cmake --build "$out/cuda"
   python tools/build_times.py "$out/cuda"
+  python tools/kernel_code.py "$out/cuda"
 }
 
 # cpp_tests FOLDER CMAKE_OPTION...
