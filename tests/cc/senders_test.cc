@@ -56,6 +56,27 @@ TEST(AThirdOfTheSmsSendAGathersRowsOrMore) {
   EXPECT(SendingCtas(2, 8, Machine{1}) >= 1 && SendingCtas(2, 1 << 20, Machine{2}) >= 1);
 }
 
+// No more than fill the link, and one at least. Links of NVLink are as they were.
+TEST(SlowLinksTakeFewSenders) {
+  constexpr double kPcie4 = 22, kPcie5 = 45, kNvlinkOfH100 = 270;
+  const auto with = [](double gbps, int32_t sms = 132) { return Machine{sms, gbps}; };
+  for (int64_t k : {1024, 7168, 24576}) {
+    EXPECT_EQ(SendingStoreWarps(2 * k, 1, with(kNvlinkOfH100)), SendingStoreWarps(2 * k, 1, kH200));
+    EXPECT_EQ(SendingStoreWarps(2 * k, 1, with(kPcie5)), 5) << k;
+    EXPECT_EQ(SendingStoreWarps(2 * k, 1, with(kPcie4)), 2) << k;
+    EXPECT_EQ(SendingStoreWarps(2 * k, 1, with(1)), 1) << k;
+  }
+  for (int64_t bytes : {128, 640}) EXPECT_EQ(SendingStoreWarps(bytes, 1, with(kPcie4)), 0);
+  for (int world = 2; world <= 8; ++world) {
+    for (int64_t n : {512, 4096, 49152}) {
+      EXPECT_EQ(SendingCtas(world, n, with(kNvlinkOfH100)), SendingCtas(world, n, kH200));
+      EXPECT_EQ(SendingCtas(world, n, with(kPcie4)), 12) << world << " ranks, " << n;
+      EXPECT_EQ(SendingCtas(world, n, with(kPcie5)), 24) << world << " ranks, " << n;
+      EXPECT(1 <= SendingCtas(world, n, with(.1, 8)) && SendingCtas(world, n, with(.1, 8)) <= 8);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace jflux
 

@@ -213,7 +213,7 @@ inline int32_t AllReduceSenders(const MatmulAllReduceParams& p, const Machine& m
   if (AreFewRows(p)) return 0;
   const MatmulReduceScatterParams& s = p.scatter;
   const int32_t warps = SendingStoreWarps(s.k * SizeOf(s.dtype), s.rows.world - 1, machine);
-  return warps == 0 ? 0 : Max(16, warps);
+  return warps == 0 ? 0 : Min<int32_t>(Max(16, warps), MostSenders(kOfStoreWarp, machine));
 }
 
 // Enqueues the call on `stream`.
