@@ -101,6 +101,11 @@ def _heap_lines() -> Iterator[str]:
             f"  links of device {source}, push/pull GB/s to device {peers}; "
             f"1 KiB and a flag exchanged in {slowest:.1f} us; data verified"
         )
+    if links and (why := _heap.no_atomics()):
+        yield (
+            f"  no atomic operations on peers' memory: {why}. Kernels with signal_add take their "
+            "reference; jflux's own need none"
+        )
 
 
 def _mesh() -> Mesh:

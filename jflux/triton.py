@@ -468,7 +468,7 @@ def signal_add(ctx, signal, pe, count=1):
 
     Any programs of any ranks may add to one signal, up to 2^24 - 1 in all; the same call must not
     also set it. ``wait_count`` waits for it. Peers' memory must have native atomics: over NVLink it
-    has, over PCIe most GPUs have none.
+    has, over PCIe most GPUs have none, and then calls take their reference.
     """
     tl.debug_barrier()
     if _tid() == 0:

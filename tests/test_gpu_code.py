@@ -234,7 +234,7 @@ def test_ops_with_portable_code_take_it_and_others_say_why_not(monkeypatch):
 def test_ops_over_ranks_of_a_recorded_machine(no_record, monkeypatch):
     """The job's record is a number of the machine, which all processes know."""
     for name, value in {"kernel_arch": PORTABLE, "no_record": no_record, "sm_count": 108,
-                        "link_gbps": 250.0}.items():  # fmt: skip
+                        "link_gbps": 250.0, "no_atomics": ""}.items():  # fmt: skip
         monkeypatch.setattr(_heap, name, lambda value=value: value)
     machine = plans.machine_of("cuda", make_mesh((1,)))
     assert machine.no_record == no_record

@@ -603,10 +603,11 @@ class _Native:
 
     Args:
       fails: the call that fails.
+      links: what the probe finds.
     """
 
-    def __init__(self, fails=None):
-        self.calls, self.fails = [], fails
+    def __init__(self, fails=None, links=()):
+        self.calls, self.fails, self.links = [], fails, links
 
     def __getattr__(self, name):
         def call(*args):
@@ -615,7 +616,7 @@ class _Native:
                 raise RuntimeError(f"{name} does not work")
             if name in ("heap_export", "heap_add_workspace"):
                 return "mine"
-            return {"heap_links": [], "probe_bytes": 999}.get(name)
+            return {"heap_links": self.links, "probe_bytes": 999, "cuda_peers": []}.get(name)
 
         return call
 
@@ -687,6 +688,15 @@ def test_a_heap_that_cannot_be_made(monkeypatch, fails):
     assert native.names[-3:] == ["heap_close", "heap_shutdown", "heap_links"]
     why = job.why_not(np.array([[4, 6]]))
     assert why == f"process 2: {fails} does not work", why
+
+
+@pytest.mark.parametrize("fails", [None, "cuda_peers"])
+def test_a_heap_over_slow_links(monkeypatch, fails):
+    """Nothing is known of GPUs that other processes have."""
+    native = _Native(fails, links=[(6, 4, 22.0, 22.0, 3.0)])
+    job, _ = _make_among(monkeypatch, native, (2, 3))
+    assert job.why_not(np.array([[4, 6]])) is None and job.link_gbps == 22
+    assert job.no_atomics.startswith("process 2: GPU 0 may have none on device 4's")
 
 
 def test_a_process_without_kernels(monkeypatch):

@@ -13,6 +13,8 @@ from harness import PLATFORM, RANKS, make_mesh
 from ptx_machine import Block, Memory, Program, Trap
 
 from jflux import _native
+from jflux._call.forms import Call, WhyNot
+from jflux._call.plans import Machine, Plan
 from jflux._own_kernels import buffer_layout, symm_check
 from jflux._own_kernels import symm_call as symm_call
 from jflux._stress.calls import per_device
@@ -193,6 +195,18 @@ def test_every_function(kernels, name, world):
             assert ranks.word(rank, 0) == number << 24  # the epoch, and no id
             assert ranks.word(rank, 16) == ranks.word(rank, 24) == 0  # stop, inside
             assert ranks.written_outside(rank)[0] == ""
+
+
+@pytest.mark.parametrize("name, adds", [("ring", False), ("packets", False), ("count", True)])
+def test_only_signal_add_needs_atomics_on_peers_memory(kernels, name, adds):
+    """A kernel that uses it is refused on GPUs that have none; others are taken there."""
+    array = jax.ShapeDtypeStruct((kernels.BLOCK * kernels.PROGRAMS,), np.float32)
+    call = Call([array], _params(lambda x: kernels.call_right(name, x, "tp"), [array], 2))
+    for why in ("", "GPU 0 has none on GPU 1's"):
+        taken = symm_call._takes(call, Machine("cuda", sm_count=132, no_atomics=why))
+        assert isinstance(taken, WhyNot if adds and why else Plan)
+        if isinstance(taken, WhyNot):
+            assert why in taken.reason and "nvidia-smi topo -p2p a" in taken.reason
 
 
 @pytest.mark.parametrize("name", ["ring", "pull", "count", "packets"])

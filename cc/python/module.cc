@@ -168,6 +168,19 @@ NB_MODULE(_jflux, m) {
   m.def("cuda_free_bytes", [](const std::vector<int>& ordinals) {
     return jflux_cuda_free_bytes(ordinals.data(), static_cast<int>(ordinals.size()));
   });
+  // [(from, to, loads and stores, atomics)], by ordinals.
+  m.def("cuda_peers", [] {
+    std::vector<JfluxPeerAccess> peers(64 * 64);
+    int count = 0;
+    const char* reason = jflux_cuda_peers(peers.data(), static_cast<int>(peers.size()), &count);
+    if (reason != nullptr) throw std::runtime_error(reason);
+    peers.resize(count);
+    nb::list result;
+    for (const JfluxPeerAccess& p : peers) {
+      result.append(nb::make_tuple(p.from, p.to, p.loads_and_stores != 0, p.atomics != 0));
+    }
+    return result;
+  });
   m.def("cuda_arch", [](int ordinal) {
     int32_t arch = 0;
     nb::gil_scoped_release release;

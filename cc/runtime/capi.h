@@ -95,6 +95,14 @@ JFLUX_API void jflux_heap_usage(const char* platform, int64_t* in_use, int64_t* 
 // The least free memory of these devices, in bytes; 0 without CUDA in the build.
 JFLUX_API int64_t jflux_cuda_free_bytes(const int* ordinals, int count);
 
+typedef struct {
+  int from, to;  // ordinals
+  int loads_and_stores, atomics;
+} JfluxPeerAccess;
+// What the GPUs that this process sees may do with each other's memory (runtime/peers.h). Fills up
+// to `capacity` entries; *count is how many there are.
+JFLUX_API const char* jflux_cuda_peers(JfluxPeerAccess* peers, int capacity, int* count);
+
 // The architecture of the kernels' code that this GPU runs (gpu/machine.h). Fails where it runs
 // none.
 JFLUX_API const char* jflux_cuda_arch(int ordinal, int32_t* arch);

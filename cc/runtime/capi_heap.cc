@@ -14,6 +14,7 @@
 #include "runtime/cuda_call.h"
 #include "runtime/heap_cuda.h"
 #include "runtime/kernels_cuda.h"
+#include "runtime/peers.h"
 #endif
 
 namespace {
@@ -230,6 +231,18 @@ int64_t jflux_cuda_free_bytes(const int* ordinals, int count) {
   return least;
 }
 
+const char* jflux_cuda_peers(JfluxPeerAccess* peers, int capacity, int* count) {
+  std::string error;
+  std::vector<jflux::PeerAccess> found;
+  if (!jflux::ReadPeers(&found, &error)) return Reason(error);
+  *count = 0;
+  for (const jflux::PeerAccess& p : found) {
+    if (*count < capacity) peers[*count] = {p.from, p.to, p.loads_and_stores, p.atomics};
+    ++*count;
+  }
+  return nullptr;
+}
+
 const char* jflux_cuda_arch(int ordinal, int32_t* arch) {
   std::string error;
   int found = 0;
@@ -295,6 +308,7 @@ const char* NotBuilt() { return Reason("this build has no CUDA kernels"); }
 
 int64_t jflux_probe_bytes(int) { return 0; }
 int64_t jflux_cuda_free_bytes(const int*, int) { return 0; }
+const char* jflux_cuda_peers(JfluxPeerAccess*, int, int*) { return NotBuilt(); }
 const char* jflux_cuda_arch(int, int32_t*) { return NotBuilt(); }
 int64_t jflux_cuda_launches(void) { return 0; }
 void jflux_cuda_fail_launches(int) {}

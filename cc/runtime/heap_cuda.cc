@@ -21,6 +21,7 @@
 #include "runtime/kernels_cuda.h"
 #include "runtime/module_table.h"
 #include "runtime/nvshmem.h"
+#include "runtime/peers.h"
 
 namespace jflux {
 namespace {
@@ -122,6 +123,12 @@ std::shared_ptr<HeapCuda> HeapCuda::Create(const HeapConfig& config, const char*
                                            std::unique_ptr<WorkspaceMemory> memory,
                                            std::string* error) {
   static std::atomic<bool> watching{false};
+  if (config.ordinals.size() > 1) {
+    std::vector<PeerAccess> peers;
+    if (!ReadPeers(&peers, error)) return nullptr;
+    *error = WhyNoPeers(peers, config.ordinals);
+    if (!error->empty()) return nullptr;
+  }
   std::shared_ptr<HeapCuda> heap(new HeapCuda(config, name, std::move(memory)));
   for (size_t i = 0; i < config.devices.size(); ++i) {
     CudaDevice device{};
@@ -144,15 +151,6 @@ bool HeapCuda::EnablePeerAccess(const CudaDevice& device, std::string* error) {
   JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
   for (int other : config_.ordinals) {
     if (other == device.ordinal) continue;
-    int can = 0;
-    JFLUX_CUDA_OR_FALSE(cudaDeviceCanAccessPeer(&can, device.ordinal, other), error);
-    if (can == 0) {
-      *error = "GPU " + std::to_string(device.ordinal) + " cannot access GPU " +
-               std::to_string(other) +
-               " (no NVLink or peer access between them): hide one of them "
-               "(CUDA_VISIBLE_DEVICES), or see `nvidia-smi topo -p2p rw`";
-      return false;
-    }
     const cudaError_t enabled = cudaDeviceEnablePeerAccess(other, 0);
     if (enabled != cudaSuccess && enabled != cudaErrorPeerAccessAlreadyEnabled) {
       *error = CudaReason("cudaDeviceEnablePeerAccess", enabled);

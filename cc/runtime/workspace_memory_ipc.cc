@@ -45,8 +45,9 @@ class IpcMemory final : public WorkspaceMemory {
     if (opened != cudaSuccess) {
       cudaGetLastError();
       *error = CudaReason("cudaIpcOpenMemHandle", opened) + " (on GPU " + std::to_string(ordinal) +
-               "): the processes of a host must see each other's GPUs; in containers they need one "
-               "IPC namespace (--ipc=host)";
+               "): the processes of a host must see each other's GPUs, and these need peer access "
+               "(`nvidia-smi topo -p2p rw`); in containers they need one IPC namespace "
+               "(--ipc=host)";
       return false;
     }
     copy->mapped = static_cast<char*>(address);

@@ -160,6 +160,7 @@ class Machine:
       is_here: whether the devices belong to this program, and not to a topology to export for.
       no_record: why no record of jflux.selftest counts; "" if one does (`selftest_record`). Nobody
         asks on Hopper.
+      no_atomics: why GPUs have no atomic operations on peers' memory; "" if they have.
     """
 
     platform: str
@@ -170,6 +171,7 @@ class Machine:
     arch: int = gpu_code.HOPPER
     is_here: bool = True
     no_record: str = gpu_code.NO_RECORD
+    no_atomics: str = ""
 
     @property
     def on_gpus(self) -> bool:
@@ -239,6 +241,7 @@ def machine_of(platform: str, mesh: Mesh) -> Machine:
         arch=arch,
         is_here=is_here,
         no_record=_heap.no_record() if is_portable else gpu_code.NO_RECORD,
+        no_atomics=_heap.no_atomics() if is_here else "",
     )
     if machine.links < 1 and machine.device_kind in MEASURED_GPUS and jax.process_index() == 0:
         _config.say_once(

@@ -277,6 +277,12 @@ def link_gbps() -> float:
     return _ensure("cuda").link_gbps
 
 
+def no_atomics() -> str:
+    """Why GPUs have no atomic operations on their peers' memory; "" if they have: the same in all
+    processes."""
+    return _ensure("cuda").no_atomics
+
+
 def sm_count() -> int:
     """Multiprocessors of the job's smallest GPU, the same in all processes; 0: it is not known."""
     return _ensure("cuda").sm_count

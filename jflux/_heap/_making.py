@@ -22,7 +22,7 @@ from typing import Protocol
 import jax
 
 from .._native import lib
-from . import _nodes, _nvshmem, _rendezvous, _workspaces
+from . import _nodes, _nvshmem, _peers, _rendezvous, _workspaces
 from ._agreement import Workspace
 from ._nodes import Facts, Job, Outcome
 from ._waits import on_a_thread
@@ -105,14 +105,27 @@ def make(
     except (Failure, _rendezvous.Absent) as error:
         leave(platform, lambda: gather(f"failed/{node[0]}", "", node, LEAVE_SECONDS))
         failure = str(error)
-    gbps = min((push for _, _, push, _, _ in lib.heap_links(platform)), default=0.0)
+    links = lib.heap_links(platform)
+    gbps = min((push for _, _, push, _, _ in links), default=0.0)
+    no_atomics = ""
+    if links:
+        ordinals = dict(zip(members.devices, members.ordinals, strict=True))
+        no_atomics = _peers.why_no_atomics(_visible_peers(), links, ordinals)
     try:
-        texts = gather("outcome", Outcome(failure, gbps).dump(), members.processes)
+        texts = gather("outcome", Outcome(failure, gbps, no_atomics).dump(), members.processes)
     except _rendezvous.Absent as absent:
         leave(platform, lambda: gather(f"absent/{node[0]}", "", node, LEAVE_SECONDS))
         return Job.of([facts], {facts.process: Outcome(str(absent))}, absent=str(absent))
     outcomes = {process: Outcome.load(text) for process, text in texts.items()}
     return Job.of(all_facts, outcomes, backend=backend, instead=instead)
+
+
+def _visible_peers() -> list[_peers.Peer]:
+    """What CUDA says of the GPUs that this process sees; nothing if it does not say."""
+    try:
+        return lib.cuda_peers()
+    except RuntimeError:
+        return []
 
 
 def leave(platform: str, meet: Callable[[], object]) -> None:

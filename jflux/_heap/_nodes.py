@@ -73,10 +73,13 @@ class Outcome:
     Attributes:
       failure: why it could not be made; "" if it was.
       link_gbps: what its slowest link to a peer carries, in 1e9 bytes a second; 0 if it has none.
+      no_atomics: why its GPUs have no atomic operations on peers' memory (`_peers`); "" if they
+        have.
     """
 
     failure: str = ""
     link_gbps: float = 0.0
+    no_atomics: str = ""
 
     def dump(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -188,6 +191,15 @@ class Job:
     def link_gbps(self) -> float:
         """What the slowest link within a node carries; 0 if there is none."""
         return min((o.link_gbps for o in self.outcomes.values() if o.link_gbps > 0), default=0.0)
+
+    @property
+    def no_atomics(self) -> str:
+        """Why GPUs of a node have no atomic operations on each other's memory; "" if they have."""
+        for process, outcome in sorted(self.outcomes.items()):
+            if outcome.no_atomics:
+                whose = "" if len(self.facts) == 1 else f"process {process}: "
+                return whose + outcome.no_atomics
+        return ""
 
     @property
     def sm_count(self) -> int:

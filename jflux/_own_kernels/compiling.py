@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from .buffer_layout import Buffer
 #: The FFI target that launches kernels, and who has compiled them (cc/runtime/module_call_ffi.cc).
 TARGET = "jflux_module_call"
 TRITON, NVRTC = 0, 1
+
+#: Atomic operations at system scope, but for the one by which a rank notes its own fault.
+_ATOMICS = re.compile(r"\b(?:red|atom)\.(?!acq_rel\.sys\.global\.cas\b)[\w.:]*\bsys\b")
 
 #: What to install, or None.
 _NEEDED = "pip install 'triton>=3.5'"
@@ -80,6 +84,7 @@ class Compiled:
       function: its entry.
       threads, shared_bytes: of a program (CTA); shared memory beside the static one.
       scratch_bytes: of global memory, of a program.
+      uses_atomics: on peers' memory, as ``signal_add`` does: any at system scope.
     """
 
     key: str
@@ -88,6 +93,7 @@ class Compiled:
     threads: int
     shared_bytes: int
     scratch_bytes: int
+    uses_atomics: bool = False
 
 
 def arch_of_gpus() -> int:
@@ -195,4 +201,5 @@ def compile_kernel(
         threads=32 * metadata.num_warps,
         shared_bytes=metadata.shared,
         scratch_bytes=metadata.global_scratch_size,
+        uses_atomics=_ATOMICS.search(compiled.asm["ptx"]) is not None,
     )

@@ -246,6 +246,11 @@ def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
         return WhyNot("each group has one rank")
     if why := compiling.why_no_triton():
         return WhyNot(why, unsupported=True)
+    if machine.no_atomics and compile_call(call.arrays, params).uses_atomics:
+        return WhyNot(
+            "it uses atomic operations on peers' memory, as signal_add does, and "
+            f"{machine.no_atomics} (nvidia-smi topo -p2p a)"
+        )
     return call_rules.plan(
         "Triton compiles the kernel", params.world, data_bytes(params.buffers), params.num_signals
     )
