@@ -1,7 +1,7 @@
 """Checks the kernels of moe_dispatch and moe_combine on several GPUs, on random calls against
 float64; a table comes last:
 
-python tests/dispatch_gpu.py [--calls 120] [--ranks 2] [--seed 0] [--limit 300]
+python tests/dispatch_gpu.py [--calls 120] [--ranks 2] [--seed 0] [--limit 300] [--unchecked]
 
 A call draws tokens (one, too, and some thousands), choices, experts, width, type, layout, capacity,
 alignment and choices: balanced, with slots that have no expert, all for one expert, or of the first
@@ -9,7 +9,8 @@ tokens only. Each program runs five times: twice on the same operands, which mus
 bits, then on others, with ranks that come late and workspaces full of NaN. Rows, weights and sizes
 must be equal, sums within their rounding. Some calls also compare gradients with those of the form
 of several ops. Before that come loops of calls, which XLA captures in graphs and replays, and calls
-without waits: they must be wrong. It runs on CPUs too.
+without waits: they must be wrong. It runs on CPUs too. --unchecked takes kernels that nobody has
+checked on these GPUs.
 """
 
 from __future__ import annotations
@@ -206,8 +207,9 @@ def check_waits(ranks: int) -> tuple[str, str, float]:
 def main() -> int:
     parser = random_checks.parser(__doc__, calls=120, limit=300)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--unchecked", action="store_true")
     args = parser.parse_args()
-    jflux.config.update(strict=True, always=True)
+    jflux.config.update(strict=True, always=True, unchecked_kernels=args.unchecked)
     jflux.init(deadline_seconds=20)  # a rank that hangs is told of soon
     checks = random_checks.Checks(args.limit)
     checks.run("graphs", check_graphs, args.ranks)

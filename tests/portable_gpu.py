@@ -14,6 +14,7 @@ process with that library, and ends with a word in the table:
     collectives, local    a quarter of the tests of ops that have portable code
     missing     a rank that never comes: an error at the deadline
     route       tests/moe_gpu.py's random routings
+    dispatch    tests/dispatch_gpu.py on two GPUs
 
 On other GPUs this is not needed: what is installed has the code, and `python -m jflux.selftest`
 checks it.
@@ -105,6 +106,7 @@ def commands(minutes: float) -> dict[str, tuple[list[str], bool]]:
         "planted": ([*stress, "--calls", "200", "--plant-fault"], False),
         "missing": ([*pytest, *missing], True),
         "route": (["-c", ROUTE], True),
+        "dispatch": ([str(TESTS / "dispatch_gpu.py"), "--unchecked", "--calls", "40"], True),
     } | {
         name: (
             [*pytest, "-k", LEFT_OUT, *(str(TESTS / f"test_{file}.py") for file in those)], True

@@ -33,8 +33,8 @@ EVERY, USERS = ((least, 2**31 - 1) for least in (PORTABLE, 0))
 PORTABLE_OPS = (
     "activation_gradient", "all_gather", "all_gather_matmul", "all_reduce", "all_to_all",
     "decode_merge", "flash_decode", "grouped_matmul", "grouped_matmul_dw",
-    "matmul_reduce_scatter", "moe_gate", "moe_gate_gradient", "moe_route", "moe_rows",
-    "ragged_all_to_all", "reduce_scatter",
+    "matmul_reduce_scatter", "moe_combine", "moe_dispatch", "moe_gate", "moe_gate_gradient",
+    "moe_route", "moe_rows", "ragged_all_to_all", "reduce_scatter",
 )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def test_each_op_says_which_gpus_its_kernels_are_for():
     gpus = of_ops()
     assert {name for name, of in gpus.items() if of == EVERY} == set(PORTABLE_OPS)
     hopper = {name for name, of in gpus.items() if of == (HOPPER, HOPPER)}
-    assert {"matmul_all_reduce", "moe_dispatch"} <= hopper
+    assert {"matmul_all_reduce", "all_gather_attention"} <= hopper
     # Whose kernels are their users'.
     others = set(gpus) - hopper - set(PORTABLE_OPS)
     assert {name for name, of in gpus.items() if of == USERS} == others
@@ -277,6 +277,34 @@ def test_what_portable_products_multiply(op, monkeypatch):
     assert on_hopper.path == "reference" and "half of the rate" in on_hopper.reason
     of_8_bits = plan_on(PORTABLE, jnp.float8_e4m3fn, preferred_element_type=jnp.bfloat16)
     assert of_8_bits.path != "fused" and "Hopper's kernels alone take" in of_8_bits.reason
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+def test_a_dispatch_in_portable_code_has_smaller_tables(monkeypatch):
+    """A CTA has 96 KiB for them, not 224."""
+    mesh = make_mesh((2,))
+
+    def there_and_back(x, indices, weights, num_experts):
+        d = jflux.moe_dispatch(
+            x, indices, weights, num_experts=num_experts, axis_name="tp", partial_sums=True
+        )
+        return jflux.moe_combine(d.rows, d.handle, axis_name="tp")
+
+    def planned(arch, tokens, experts):
+        f = functools.partial(there_and_back, num_experts=experts)
+        f = jax.shard_map(f, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check_vma=False)
+        columns = ((256, jnp.bfloat16), (4, jnp.int32), (4, jnp.float32))
+        operands = [jax.ShapeDtypeStruct((2 * tokens, n), dtype) for n, dtype in columns]
+        with jflux.config(unchecked_kernels=True, always=True):
+            return calls_on(arch, monkeypatch, f, *operands)
+
+    for arch in (PORTABLE, HOPPER):
+        found = planned(arch, 1024, 64)
+        assert found["moe_dispatch"].path == found["moe_combine"].path == "fused"
+    assert planned(HOPPER, 4096, 256)["moe_dispatch"].path == "fused"
+    found = planned(PORTABLE, 4096, 256)
+    assert found["moe_dispatch"].path == "decomposed" and found["moe_combine"].path == "fused"
+    assert "do not fit into an SM's shared memory" in found["moe_dispatch"].reason
 
 
 @pytest.mark.parametrize("arch", [PORTABLE, HOPPER])

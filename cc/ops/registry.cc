@@ -29,7 +29,7 @@
   FOLDER(RaggedAllToAll, kPortable, OP(RaggedAllToAll))                                         \
   FOLDER(AllGatherGroupedMatmul, kHopper, OP(AllGatherGroupedMatmul))                           \
   FOLDER(GroupedMatmulReduceScatter, kHopper, OP(GroupedMatmulReduceScatter))                   \
-  FOLDER(MoeDispatch, kHopper, OP(MoeDispatch) OP(MoeCombine))                                  \
+  FOLDER(MoeDispatch, kPortable, OP(MoeDispatch) OP(MoeCombine))                                \
   FOLDER(DecodeMerge, kPortable, OP(DecodeMerge))                                               \
   FOLDER(AllGatherAttention, kHopper, OP(AllGatherAttention))                                   \
   FOLDER(FlashAttention, kHopper, OP(FlashAttention) OP(FlashAttentionBackward))                \

@@ -98,6 +98,11 @@ TEST(PlansSayWhatFits) {
   EXPECT_EQ(WhyNot(op, DispatchOf(4096, 128, 14336), Machine{132}), "");
   EXPECT(WhyNot(op, DispatchOf(8192, 128, 14336), Machine{132}).find("shared memory") !=
          std::string::npos);
+  // Portable code has 96 KiB.
+  const Machine portable{108, 0, kPortableArch};
+  EXPECT_EQ(WhyNot(op, DispatchOf(8192, 32, 14336), portable), "");
+  EXPECT(WhyNot(op, DispatchOf(4096, 128, 14336), portable).find("shared memory") !=
+         std::string::npos);
   EXPECT(WhyNot(op, DispatchOf(8, 128, 40), Machine{132}).find("16 bytes") != std::string::npos);
   EXPECT_EQ(
       WhyNot(*FindOp("moe_combine"),

@@ -208,9 +208,11 @@ bool MoeCombineCpu(const MoeCombineParams& params, const MoeCombineArrays& array
 
 // CTAs of an SM.
 inline constexpr int kMoeDispatchCtasPerSm = 1, kMoeCombineCtasPerSm = 4;
-// The most that a dispatch's CTA keeps in shared memory.
-inline constexpr int64_t kMostMoeDispatchScratch = 224 << 10;
-static_assert(kMostMoeDispatchScratch <= kHopper.smem_bytes);
+// The most that a dispatch's CTA keeps in shared memory, on GPUs that run code for this
+// architecture; 3 KiB are left for what a call's beginning has there.
+inline constexpr int64_t MostMoeDispatchScratch(int32_t arch) {
+  return (arch < kHopperArch ? kPortable : kHopper).smem_bytes - (3 << 10);
+}
 // The most choices of a token: a thread looks through them all.
 inline constexpr int kMostMoeSlots = 64;
 // What a combine's CTA keeps in shared memory at most.

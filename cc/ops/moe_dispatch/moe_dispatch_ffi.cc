@@ -42,7 +42,7 @@ bool PlanMoeDispatch(CallReader& call, const Machine& machine, Fields* plan, std
   p.expert_rows.stride = static_cast<int32_t>(call.Get("stride", 0, kMost));
   p.items = ItemsOf(&call, kMoeDispatchCtasPerSm * kMoeDispatchWarps, machine);
   CheckCounts(&call, p.world, p.slots, p.items);
-  if (p.ScratchBytes() > kMostMoeDispatchScratch) {
+  if (p.ScratchBytes() > MostMoeDispatchScratch(machine.arch)) {
     call.Refuse("the tables of " + std::to_string(p.experts) + " experts and " +
                 std::to_string(p.AllTokens()) + " tokens do not fit into an SM's shared memory");
   }
@@ -147,7 +147,7 @@ struct DispatchCall : CallOf<kMoeDispatchId, MoeDispatchCpu, LaunchMoeDispatch> 
                                static_cast<int32_t>(a.stride)};
     p.items = *items;
     p.fill = a.fill;
-    if (p.ScratchBytes() > kMostMoeDispatchScratch) return kDoNotFit;
+    if (p.ScratchBytes() > MostMoeDispatchScratch(kHopperArch)) return kDoNotFit;
     arrays.x = x.untyped_data();
     arrays.indices = static_cast<const int32_t*>(indices.untyped_data());
     arrays.weights = static_cast<const float*>(weights.untyped_data());

@@ -1,5 +1,4 @@
-// The kernels of moe_dispatch and moe_combine: warps share the items as the *_body.h say. Of Hopper
-// they need its shared memory alone.
+// The kernels of moe_dispatch and moe_combine: warps share the items as the *_body.h say.
 #include <cuda_fp16.h>
 
 #include "jflux/kernel.cuh"
@@ -92,7 +91,7 @@ int64_t BlocksFor(const TokenParts& items, int ctas_per_sm, const CudaDevice& de
 
 bool LoadMoeDispatchKernels(std::string* error) {
   const auto* dispatch = reinterpret_cast<const void*>(&MoeDispatchKernel);
-  if (!LoadKernel(dispatch, kMostMoeDispatchScratch, error)) return false;
+  if (!LoadKernel(dispatch, MostMoeDispatchScratch(kHopperArch), error)) return false;
   return ForFormats(kMoeCombineFormats.operands, [&](DType dtype) {
     return LoadKernel(CombineKernelOf(dtype), kMostMoeCombineScratch, error);
   });
