@@ -311,6 +311,23 @@ def test_large_calls():
     assert 0.7 * once < error < once
 
 
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_sums_in_halves(monkeypatch, check_vma):
+    """Where the kernel scatters, sums are scattered and gathered: the same bits, of whole numbers,
+    as of a product and an all_reduce."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.integers(-4, 5, shape).astype(np.float32) for shape in ((12, 8), (8, 256)))
+    residual = rng.integers(-9, 9, (12, 256)).astype(np.float32)
+    added = [("residual", P())]
+    f = functools.partial(_product(SUM, check_vma=check_vma, extra=added), ranks=2)
+    want = run(jax.jit(f), x, w, residual)
+    monkeypatch.setattr(matmul_reduce_scatter, "plan_with_wire", lambda *_: _hopper_plan())
+    assert "scattered in the product, and gathered, in int8" in str(
+        jflux.explain(f, x, w, residual)
+    )
+    np.testing.assert_array_equal(run(jax.jit(f), x, w, residual), want)
+
+
 def test_wrong_arguments():
     x, w = np.zeros((8, 8), np.int32), np.zeros((8, 16), np.int32)
     for module in (jflux, jflux.reference):

@@ -38,7 +38,7 @@ from ..collectives import (
     exchange,
     wire_report,
 )
-from . import _product, _product_plan
+from . import _product, _product_plan, matmul_reduce_scatter
 from .matmul import matmul, of_kernels
 
 OP = "matmul_all_reduce"
@@ -506,6 +506,43 @@ def _scattered_and_gathered(arrays: Arrays, params: Params, plan: Plan) -> list[
     return _sum_epilogue.apply(rest, exchange.gather_for_all(y, names), epilogue.factors(added))
 
 
+def _scatter_of(arrays: Arrays, params: Params) -> tuple[Arrays, matmul_reduce_scatter.Params]:
+    """The scatter of a sum that travels in a wire, in float32."""
+    x, w, scales, _ = _split(arrays, params)
+    return (x, w, *scales), matmul_reduce_scatter.Params(
+        axis_names=params.axis_names,
+        world=params.world,
+        scatter_dimension=0,
+        transpose_rhs=params.transpose_rhs,
+        out_dtype=np.dtype(np.float32),
+        precision=params.precision,
+        scales=params.scales,
+        wire=params.wire,
+    )
+
+
+def _takes_quantized(call: Call, machine: Machine) -> Plan | None:
+    """A large sum with a wire is scattered in the product, which hides half of it."""
+    arrays, params = call.arrays, call.params
+    if params.wire is None or call.levels is not None or _why_exact(call, machine):
+        return None
+    if arrays[0].shape[0] % params.world != 0:
+        return None
+    if matmul_reduce_scatter.plan_with_wire(*_scatter_of(arrays, params), machine) is None:
+        return None
+    return plans.decomposed(f"scattered in the product, and gathered, in {params.wire}")
+
+
+def _quantized_halves(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
+    *_, added = _split(arrays, params)
+    y = matmul_reduce_scatter.bind(*_scatter_of(arrays, params))
+    names = params.axis_names
+    to = "invarying" if meshes.tracks_vma(names) else "varying"
+    way = _quantized_exchange.Way(names, None, to, params.wire)
+    gathered = _quantized_exchange.gathered(y, way)
+    return _rounded(params, gathered.reshape(-1, y.shape[-1]), added)
+
+
 def _plan_two_level(call: Call, machine: Machine) -> Plan | WhyNot:
     (x, w, *_), params, levels = call.arrays, call.params, call.levels
     assert levels is not None
@@ -750,6 +787,7 @@ _op = Op(
     result_shapes=_result,
     reference=_reference,
     forms=(
+        Form(_takes_quantized, _quantized_halves),
         _quantized_exchange.form(
             _why_exact, "a product in float32, and an all_reduce", _without_wire, _product_and_sum
         ),

@@ -430,6 +430,18 @@ def _kept(operands: Sequence[Any], params: Params) -> Any:
     return list(xs), list(ws)
 
 
+def plan_with_wire(arrays: Arrays, params: Params, machine: Machine) -> Plan | None:
+    """The plan of a call inside a node, if its kernel quantises what travels."""
+    found = _takes_wire(Call(arrays, params), machine)
+    return found if isinstance(found, Plan) else None
+
+
+def bind(arrays: Arrays, params: Params) -> jax.Array:
+    """y of a planned call."""
+    (y,) = _primitive.bind(*arrays, params=params)
+    return y
+
+
 def call(
     xs: tuple[jax.Array, ...],
     ws: tuple[jax.Array, ...],
