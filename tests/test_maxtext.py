@@ -1,5 +1,6 @@
 """MaxText's own model with jflux in its layers: loss and gradients are those of MaxText alone, or
-in 8 bits those of the same recipe in jax.numpy. And MaxText's trainer, by the lines of its page.
+in 8 bits those of the same recipe in jax.numpy. And its sparse mixture and its trainer, by the
+lines of its page.
 
 Needs `maxtext`, which is heavy: `tools/test_maxtext.sh` installs it and runs this file."""
 
@@ -28,6 +29,8 @@ pytestmark = [
     pytest.mark.skipif(jax.default_backend() == "gpu", reason="float32"),
 ]
 
+#: Its lines are run.
+PAGE = ROOT / "docs" / "guide" / "maxtext.md"
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 
 
@@ -155,10 +158,73 @@ def test_in_8_bits(example, name, devices, ranks):
     assert "f8e4m3fn[" in got[2] and ("f8e5m2[" in got[2]) == (name != "jflux_fp8_block")
 
 
+# ---- A sparse mixture ----------------------------------------------------------------------------
+
+
+#: Experts as grouped products of the tokens that chose them.
+SPARSE = {
+    "decoder_block": "mixtral", "num_experts": 8, "num_experts_per_tok": 2,
+    "base_moe_mlp_dim": 128, "base_num_decoder_layers": 1, "sparse_matmul": True, "megablox": False,
+}  # fmt: skip
+#: What divides the devices beside the batch.
+MIXTURES = {
+    "experts": {"ici_expert_parallelism": 4},
+    "experts and hidden units": {"ici_expert_parallelism": 2, "ici_tensor_parallelism": 2},
+    "scan": {"ici_expert_parallelism": 2, "scan_layers": True, "base_num_decoder_layers": 2},
+}
+
+
+@functools.cache
+def experts_on_each_device(scan):
+    """Of MaxText alone, without expert parallelism."""
+    return mixture(load(), {"scan_layers": True, "base_num_decoder_layers": 2} if scan else {})
+
+
+def mixture(example, changes, devices=4):
+    """Loss, gradients and text of MaxText with a sparse mixture."""
+    ranks = changes.get("ici_expert_parallelism", 1) * changes.get("ici_tensor_parallelism", 1)
+    options = SPARSE | {"per_device_batch_size": 2.0} | changes
+    config = example.config_of(devices, 1, **options, ici_fsdp_parallelism=devices // ranks)
+    (found,) = example.results(config, example.mesh_of(config, devices), None)
+    return found
+
+
+needs_4_devices = pytest.mark.skipif(len(DEVICES) < 4, reason="needs 4 devices")
+
+
+@needs_4_devices
+@pytest.mark.parametrize("case", MIXTURES)
+def test_sparse_mixture(example, monkeypatch, case):
+    """MaxText's expert parallelism, by the page's lines in the place of `jax.lax`'s functions."""
+    changes = MIXTURES[case]
+    want = experts_on_each_device(changes.get("scan_layers", False))
+    for name in ("ragged_dot", "ragged_all_to_all"):
+        monkeypatch.setattr(jax.lax, name, getattr(jax.lax, name))  # restored after the test
+    (lines,) = re.findall(r"```text\n([^`]*?jax\.lax\.ragged_dot = .*?)```", PAGE.read_text(), re.S)
+    exec(lines, {})
+    with jflux.explaining() as calls:
+        got = mixture(example, changes)
+    print(f"{case}: loss {want[0]:.7f}, with jflux {got[0]:.7f}\n{calls}")
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
+    assert got[1].keys() == want[1].keys()
+    for name, gradient in want[1].items():
+        scale = float(abs(gradient).max())
+        np.testing.assert_allclose(got[1][name], gradient, atol=2e-5 * scale, err_msg=name)
+    assert {"ragged_all_to_all", "grouped_matmul", "grouped_matmul_dw"} <= {c.op for c in calls}
+    assert {str(call.plan.path) for call in calls} == {"fused"}
+    # MaxText itself exchanges what each expert gets, and no rows.
+    assert "ragged-all-to-all" not in got[2] and not fused_calls(want[2])
+
+
+@needs_4_devices
+def test_sparse_mixture_without_jflux(example):
+    """XLA's CPU back end has no ragged_all_to_all, as the page says."""
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"ragged-all-to-all. is not supported"):
+        mixture(example, MIXTURES["experts"])
+
+
 # ---- Its trainer ---------------------------------------------------------------------------------
 
-#: Its lines are run.
-PAGE = ROOT / "docs" / "guide" / "maxtext.md"
 #: What MaxText's trainer sets for the process.
 SETTINGS = (
     "jax_default_prng_impl", "jax_use_shardy_partitioner",
