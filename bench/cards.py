@@ -9,6 +9,7 @@ from typing import Any
 
 from . import (
     attention,
+    code_bases,
     collectives,
     compare,
     experts,
@@ -31,6 +32,7 @@ CASES = {
     "gathered": [case.name for cases in mixtures.LISTS.values() for case in cases],
     "scattered": [case.name for cases in mixtures.LISTS.values() for case in cases],
     "xla": [xla.name_of(shape) for listed in xla.LISTS.values() for shape in listed],
+    "code_bases": [*code_bases.LIBRARIES],
     "moe": [f"{case.name}, {kind}" for case in moe.LISTS.values() for kind in moe.SIZES],
 }
 

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from . import grids, xla
+from . import code_bases, grids, xla
 from .earlier import changes_after
 from .sections import Results, filled_table, of_kind, plain_table, ranks_of, short_gpus
 from .shapes import XLA as FORMS_OF_XLA
@@ -67,6 +67,7 @@ PAIRS: dict[str, list[Pair]] = {
     "blocks": [Pair("MLPs and blocks, f+b", ("jflux",), XLA, ("XLA",))],
     "grids": [Pair("GPT on every grid, f+b", ("unrolled",), XLA, ("none unrolled",))],
     "maxtext": [Pair("MaxText's Llama, f+b", ("J",), XLA, ("S",))],
+    "code_bases": [Pair("other libraries' models, f+b", ("J",), XLA, code_bases.XLA)],
     "decode": [Pair("decoding and prefill", ("jflux",), CAPTURED, ("XLA", "graphs"))],
     "attention": [
         pair

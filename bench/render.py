@@ -258,7 +258,7 @@ def _op_tables(name: str, result: dict) -> str:
 TABLES = {
     "slower": ("Where jflux is slower", ()),
     "ops": ("Ops", ("xla", "scaled")),
-    "models": ("Models", ("blocks", "grids", "decode", "maxtext")),
+    "models": ("Models", ("blocks", "grids", "decode", "maxtext", "code_bases")),
     "attention": ("Attention", ("attention", "flash_decode")),
     "experts": ("Mixtures of experts", ("moe", "experts", "gathered", "scattered")),
     "collectives": ("Collectives", ("collectives", "accuracy")),

@@ -43,6 +43,7 @@ RUNS = {
     "attention": "bench.attention --ranks {ranks} --peers transformer_engine,flash_attn3",
     "flash_decode": "bench.flash_decode --ranks {ranks}",
     "maxtext": "bench.maxtext --ranks {ranks}",  # needs the package
+    "code_bases": "bench.code_bases --ranks {ranks}",  # of the libraries that are there
     "scaled": "bench.scaled --ranks {ranks} --peers torch",
     "scaled_products": "bench.scaled --ranks 1 --peers torch",  # of one GPU
     "products": "bench.products",  # likewise

@@ -11,6 +11,7 @@ from . import (
     accuracy,
     attention,
     blocks,
+    code_bases,
     collectives,
     decode,
     experts,
@@ -203,6 +204,19 @@ SECTIONS: dict[str, Section] = {
         ),
         lambda result: plain_table(
             maxtext.HEADING.split(" | "), map(maxtext.cells, result["maxtext"])
+        ),
+    ),
+    "code_bases": Section(
+        _of("Models of other libraries, as wide as Llama-3-8B"),
+        "code_bases",
+        _always(
+            "Loss and gradients of 8192 tokens. S is the library alone, `scheduled` with XLA's "
+            "latency-hiding scheduler, R the program of J with XLA's collectives, and J with jflux "
+            "([other code bases](guide/code_bases.md)). MiB are temporary memory. Gradients are "
+            "J's apart from S's, relative to their length. Of calls that are alike one is counted."
+        ),
+        lambda result: filled_table(
+            code_bases.HEADING.split(" | "), map(code_bases.cells, result["code_bases"])
         ),
     ),
     "attention": Section(

@@ -32,6 +32,7 @@ from bench import (  # noqa: E402
     cache_check,
     capacity,
     cards,
+    code_bases,
     collectives,
     command,
     compare,
@@ -614,6 +615,17 @@ def test_a_step_of_maxtext_is_rendered():
     assert f"| {maxtext.HEADING} |" in text and line in text
 
 
+def test_a_step_of_another_library_is_rendered():
+    """(tests/test_code_bases.py times one.)"""
+    row = {"case": {"name": "Equinox"}, "version": "1.0", "error": 0.001}
+    row |= {name: _timing(ms * 1e-3) for name, ms in zip(("S", "R", "J"), (8, 7, 6), strict=True)}
+    row |= {"MiB": {"S": 3.0, "R": 2.0, "J": 1.0}, "loss": {"S": 9.5, "J": 9.50001}}
+    row["calls"] = [["a", "fused"], ["b", "decomposed"], ["a", "fused"]]
+    text = document([("m", {"machine": {"gpus": "2 x X", "processes": 1}, "code_bases": [row]})])
+    line = "| Equinox | 1.0 | 8.00 | 7.00 | 6.00 | 0.750 | 0.857 | 3 | 2 | 1 | 9.50000 | 9.50001 "
+    assert f"{line}| 1.0e-03 | 2 a | 1 b |" in text
+
+
 @pytest.fixture
 def small_llama(monkeypatch):
     """(config, mesh, weights); GPUs have no kernels for float32."""
@@ -833,9 +845,9 @@ def test_rows_that_lack_a_newer_contestant_are_measured_again(tmp_path, monkeypa
 
 TABLES = {
     "rows": bench_of_shapes, "accuracy": accuracy, "attention": attention, "blocks": blocks,
-    "collectives": collectives, "decode": decode, "experts": experts, "flash_decode": flash_decode,
-    "gathered": gathered, "grids": grids, "maxtext": maxtext, "moe": moe, "products": products,
-    "scaled": scaled, "scattered": scattered, "xla": xla,
+    "code_bases": code_bases, "collectives": collectives, "decode": decode, "experts": experts,
+    "flash_decode": flash_decode, "gathered": gathered, "grids": grids, "maxtext": maxtext,
+    "moe": moe, "products": products, "scaled": scaled, "scattered": scattered, "xla": xla,
 }  # fmt: skip
 
 
