@@ -1,6 +1,6 @@
 """Times training steps of models of other libraries, with jflux and without; the table comes last.
 
-python -m bench.code_bases --ranks 4 --out bench/results/4xh100_code_bases.json
+python -m bench.code_bases --ranks 4 --out bench/results/4xh100_code_bases.json [--only gemma]
 
 The models are the samples of docs/guide/code_bases.md, as wide as Llama-3-8B, in bfloat16: loss and
 gradients of 4 sequences of 2048 tokens over all GPUs. A library that is not installed, or needs an
@@ -73,7 +73,7 @@ class Sizes:
     @property
     def tolerances(self) -> tuple[float, float]:
         """Of the loss, and of all gradients together, relative to their length."""
-        return (1e-2, 5e-2) if self.dtype == "bfloat16" else (2e-6, 2e-5)
+        return (2e-2, 5e-2) if self.dtype == "bfloat16" else (2e-6, 2e-5)
 
 
 LISTS = {
@@ -301,12 +301,15 @@ TABLE = command.Table(
 
 
 def main() -> int:
-    args = command.parse(__doc__, lists="llama")
+    options = command.parser(__doc__)
+    options.add_argument("--lists", default="llama", choices=LISTS, help="which sizes")
+    options.add_argument("--only", default=",".join(LIBRARIES), help="these libraries")
+    args = options.parse_args()
     sys.meta_path.append(_Absent(UNUSED))  # those that are installed are found before
     if jax.default_backend() == "gpu":
         jflux.init(heap_bytes=4 << 30)
     wanted = {}
-    for library in LIBRARIES:
+    for library in args.only.split(","):
         if why := why_not(library):
             print(f"{library} {why}", file=sys.stderr)
             continue
