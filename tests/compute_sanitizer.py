@@ -60,10 +60,12 @@ TWO_GPUS = {
     "decode_merge": [*PYTEST, "test_decode_merge.py", "-k", "values and 2-shape1"],
     "stress": ["-m", "jflux.stress", "--calls", "40"],  # all ops that have one kernel a call
 }
+#: Kinds of calls of two ranks that share a GPU (shared_gpu.py) which are not those of one op.
+KINDS = ("quantized_sum",)
 #: Those whose kernels use TMA and mbarriers, beside the ops with a product.
 WITH_TMA = (
     "grouped_matmul", "flash_attention", "all_gather_grouped_matmul",
-    "grouped_matmul_reduce_scatter", "all_gather_attention", "stress",
+    "grouped_matmul_reduce_scatter", "all_gather_attention", "stress", "quantized_sum",
 )  # fmt: skip
 FOUND = 99  # the exit status of a program in which a tool has found something
 
@@ -137,7 +139,14 @@ def run(args: argparse.Namespace, sanitizer: str, chosen: list[str], op: str, to
         if "-m" not in script:
             command += ["--limit", str(args.limit / 2), *draws]
     else:
-        command += ["shared_gpu.py", "--ranks", "2", "--op", op, "--small"]
+        command += [
+            "shared_gpu.py",
+            "--ranks",
+            "2",
+            "--kind" if op in KINDS else "--op",
+            op,
+            "--small",
+        ]
         command += ["--deadline", str(args.deadline), *draws]
     command += ["--portable"] * args.portable
     start = time.monotonic()
@@ -176,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
-    ops = [*all_ops(), *LOCAL, *TWO_GPUS]
+    ops = [*all_ops(), *KINDS, *LOCAL, *TWO_GPUS]
     parser.add_argument("--ops", nargs="+", choices=ops, default=ops)
     parser.add_argument("--calls", type=int, default=3, help="of each op, under each tool")
     parser.add_argument("--seed", type=int, default=0)

@@ -247,7 +247,7 @@ def _explained(op, x, w, **options):
 def test_plans():
     """Small calls are exact, and their gradients one call."""
     x, w = np.zeros((8, 8), np.float32), np.zeros((8, 16), np.float32)
-    large = jax.ShapeDtypeStruct((1024, 8), np.float32), jax.ShapeDtypeStruct((8, 512), np.float32)
+    large = jax.ShapeDtypeStruct((2048, 8), np.float32), jax.ShapeDtypeStruct((8, 512), np.float32)
     with jflux.config(always=False):
         small = _explained(SCATTER, x, w)
         assert "exact: 512 bytes reach a rank, for which a quantised wire does not pay" in small
@@ -258,7 +258,7 @@ def test_plans():
         assert "exact" not in found
         found = _explained(SUM, *large)
         assert "reason  a product in float32, and an all_reduce in int8" in found
-        assert "chunked in int8, chosen for 2097152 bytes" in found
+        assert "chunked in int8, chosen for 4194304 bytes" in found
 
         def loss(x, w):
             return jnp.sum(_product(SCATTER, grad_wire="int8")(x, w, ranks=2) ** 2)

@@ -36,10 +36,10 @@ from ..products import _product
 from . import _quantized_sum, exchange, wire_report
 
 #: With fewer bytes that reach a rank data travel as they are, as in an all_reduce of fewer
-#: (kLeastWireBytes in cc/ops/all_reduce/all_reduce.h).
-LEAST_BYTES = 2 << 20
+#: (kLeastWireBytes in cc/ops/all_reduce/all_reduce.h, docs/experiments/0061).
+LEAST_BYTES = 3 << 20
 #: Whether kernels with a quantised wire have run on GPUs, against the reference.
-WIRE_CHECKED_ON_GPUS = False
+WIRE_CHECKED_ON_GPUS = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,7 +97,7 @@ def all_gather(
         flattened x, each with a float32 scale, values and scales as the bytes of one exchange
         (ZeRO++'s gathers of weights, arXiv 2306.10209, section 3.1). x is bfloat16, float16 or
         float32. All ranks have the same bits, of their own x too, and a block with a NaN or an
-        infinity becomes NaN. With less than 2 MiB that reach a rank data travel as they are, which
+        infinity becomes NaN. With less than 3 MiB that reach a rank data travel as they are, which
         :func:`jflux.explain` says, unless ``jflux.config(always=True)``. Not with to="reduced".
       grad_wire: likewise, of the exchanges of derivatives, which are exact by default (straight
         through).

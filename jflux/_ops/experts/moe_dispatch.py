@@ -388,7 +388,7 @@ def moe_combine(
         ranks. After a dispatch with `partial_sums` a rank's sums are quantised, in float32, and
         rows come back in a ragged exchange, also where the dispatch was one kernel. With a
         `node_axis` it is for what travels between nodes alone. y is bfloat16, float16 or float32,
-        and a block with a NaN or an infinity becomes NaN. With less than 2 MiB of rows for a rank's
+        and a block with a NaN or an infinity becomes NaN. With less than 3 MiB of rows for a rank's
         tokens the call is as without, which :func:`jflux.explain` says, unless
         ``jflux.config(always=True)``.
       grad_wire: likewise, of the cotangent's rows that are dispatched, and of tangents' rows, which

@@ -140,7 +140,7 @@ def matmul_reduce_scatter(
         multiple of 128, at least 256 rows of a rank, operands of 16 bits or float8_e4m3fn); else it
         is a product and that exchange, of which nothing is hidden. Where ranks lie on several
         nodes, nodes sum as without a wire, and what they send each other is quantised alone. With
-        less than 2 MiB that reach a rank the call is as without, which :func:`jflux.explain` says,
+        less than 3 MiB that reach a rank the call is as without, which :func:`jflux.explain` says,
         unless ``jflux.config(always=True)``.
       grad_wire: likewise, of what derivatives send, which is exact by default (straight through):
         of the dy that is gathered, and of tangents. By a recipe dy travels in 8 bits anyway.
