@@ -1,7 +1,7 @@
 """The files of the library's GPU kernels, by the GPUs that they are for. Used by CMake and Bazel.
 
-kernel_files.py GPUS FOLDER prints those for GPUS, hopper or portable, between semicolons. It first
-writes the files of instances to FOLDER: what rows of cc/ops/registry.cc say.
+kernel_files.py GPUS FOLDER prints those for GPUS, hopper, portable or float8, between semicolons.
+It first writes the files of instances to FOLDER: what rows of cc/ops/registry.cc say.
 """
 
 import re
@@ -21,7 +21,7 @@ _TEXT = """\
 template struct jflux::GemmFamily<jflux::{name}Instances, jflux::DType::k{format}, {layout}>;
 """
 # Names of files for some GPUs alone, of a folder for others too.
-_ONLY = {"_sm80": "portable", "_sm90": "hopper"}
+_ONLY = {"_sm80": "portable", "_sm89": "float8", "_sm90": "hopper"}
 # What the layouts of w are to GemmFamily.
 _LAYOUTS = {
     "kn": "false",
@@ -42,8 +42,9 @@ def rows() -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
 
 def kernel_files(folder: Path, wanted: str) -> Iterator[Path]:
     """The .cu files for GPUs of this kind; instances are written to `folder`."""
-    if wanted == "portable":
-        yield from sorted(ROOT.glob("cc/runtime/*.cu"))
+    for path in sorted(ROOT.glob("cc/runtime/*.cu")):
+        if _ONLY.get(path.stem[-5:], "portable") == wanted:
+            yield path
     for name, gpus, instances in rows():
         op = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
         for path in sorted(ROOT.glob(f"cc/ops/{op}/*.cu")):

@@ -46,8 +46,10 @@ MOST_SPANS: int = _constants["most_spans"]
 FEW_SPANS: int = _constants["few_spans"]
 #: Bytes that the GPU kernels move together: rows are whole vectors.
 VECTOR_BYTES: int = _constants["vector_bytes"]
-#: Architectures that kernels are compiled for (cc/gpu/machine.h): for many GPUs, and for Hopper.
+#: Architectures that kernels are compiled for (cc/gpu/machine.h): for many GPUs, for those of them
+#: that multiply float8, and for Hopper.
 PORTABLE_ARCH: int = _constants["portable_arch"]
+FLOAT8_ARCH: int = _constants["float8_arch"]
 HOPPER_ARCH: int = _constants["hopper_arch"]
 #: Activations and norms, in the order of cc/core/activation.h and cc/ops/all_reduce/all_reduce.h.
 #: Number 0 is none in both.
@@ -67,6 +69,7 @@ class Format:
     bits: int
     accumulator: str
     portable: str | None
+    portable_from: int  # the least architecture of portable code that has the instruction; 0: none
     hopper: str | None
     k_major: bool
     scale_block: int

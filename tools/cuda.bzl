@@ -9,19 +9,22 @@ FLAGS = [
     "-Xcompiler=-fPIC,-fvisibility=hidden",
 ]
 
-# For Hopper, and for other GPUs sm_80 with its PTX.
+# For Hopper, and for other GPUs sm_80 with its PTX: of float8, sm_89.
 SM_90A = ["-gencode=arch=compute_90a,code=sm_90a"]
 PORTABLE = ["-gencode=arch=compute_80,code=[compute_80,sm_80]"]
+FLOAT8 = ["-gencode=arch=compute_89,code=[compute_89,sm_89]"]
 
 def _objects_impl(ctx):
     contexts = [dep[CcInfo].compilation_context for dep in ctx.attr.deps]
     outputs = []
-    for source in ctx.files.hopper_srcs + ctx.files.portable_srcs:
+    for source in ctx.files.hopper_srcs + ctx.files.portable_srcs + ctx.files.float8_srcs:
         output = ctx.actions.declare_file(source.short_path.replace("../", "") + ".pic.o")
         args = ctx.actions.args()
         args.add_all(FLAGS + SM_90A)
         if source in ctx.files.portable_srcs:
             args.add_all(PORTABLE)
+        if source in ctx.files.float8_srcs:
+            args.add_all(FLOAT8)
         for context in contexts:
             args.add_all(context.defines, format_each = "-D%s")
             args.add_all(context.includes, before_each = "-I")
@@ -45,11 +48,12 @@ _objects = rule(
     attrs = {
         "hopper_srcs": attr.label_list(allow_files = [".cu"]),
         "portable_srcs": attr.label_list(allow_files = [".cu"]),
+        "float8_srcs": attr.label_list(allow_files = [".cu"]),
         "deps": attr.label_list(providers = [CcInfo]),
     },
 )
 
-def cuda_library(name, hopper_srcs, portable_srcs, deps = [], **kwargs):
+def cuda_library(name, hopper_srcs, portable_srcs, float8_srcs, deps = [], **kwargs):
     srcs = []
     if NVCC:
         srcs = [name + "_objects"]
@@ -57,6 +61,7 @@ def cuda_library(name, hopper_srcs, portable_srcs, deps = [], **kwargs):
             name = srcs[0],
             hopper_srcs = hopper_srcs,
             portable_srcs = portable_srcs,
+            float8_srcs = float8_srcs,
             deps = deps,
         )
     native.cc_library(name = name, srcs = srcs, deps = deps, **kwargs)

@@ -73,7 +73,7 @@ def _cuda_impl(ctx):
     if mode == "ON" and not nvcc:
         fail("JFLUX_CUDA=ON, but no nvcc 12.5 or later was found")
     if not nvcc:
-        ctx.file("defs.bzl", "NVCC = None\nHOPPER = []\nPORTABLE = []\n")
+        ctx.file("defs.bzl", "NVCC = None\nHOPPER = []\nPORTABLE = []\nFLOAT8 = []\n")
         ctx.file("BUILD.bazel", """
 cc_library(
     name = "cudart",
@@ -94,7 +94,7 @@ cc_library(
     ctx.path(Label("//:cc/ops/registry.cc"))  # after a change to it files are asked for again
     program = ctx.path(Label("//:build_backend/kernel_files.py"))
     defs = "NVCC = %r\n" % nvcc
-    for gpus in ("hopper", "portable"):
+    for gpus in ("hopper", "portable", "float8"):
         found = ctx.execute([_python(ctx), str(program), gpus, str(ctx.path("instances"))])
         if found.return_code:
             fail(found.stderr)

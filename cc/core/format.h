@@ -18,23 +18,27 @@ namespace jflux {
 // The columns, as fields of Format:
 //
 //   portable, hopper   the tensor cores' instruction that multiplies two operands of the format, in
-//                      code for kPortableArch and for kHopperArch (gpu/machine.h); null: none
+//                      portable code and in Hopper's (gpu/machine.h); null: none
+//   from               the least architecture of such portable code; 0: none
 //   k_major            whether that instruction takes only operands whose k is contiguous
 //   scale_block        elements of a row that share a scale; 0: they have none
 //   stored             where elements may be stored (kOperand and so on)
 //
 // The first column is the name in XLA's FFI.
+inline constexpr char kMmaK8[] = "mma.sync.m16n8k8", kMmaK16[] = "mma.sync.m16n8k16",
+                      kMmaK32[] = "mma.sync.m16n8k32";
+inline constexpr char kWgmmaK16[] = "wgmma.m64k16", kWgmmaK32[] = "wgmma.m64k32";
 // clang-format off
 #define JFLUX_FORMATS(ROW)                                                                        \
-/*       name        bits sums portable             hopper                 k_major scale stored */ \
-  ROW(F16,  "float16",  16, F32, "mma.sync.m16n8k16", "wgmma.m64k16", false, 0, kStoredAnywhere)  \
-  ROW(BF16, "bfloat16", 16, F32, "mma.sync.m16n8k16", "wgmma.m64k16", false, 0, kStoredAnywhere)  \
-  ROW(F32,  "float32",  32, F32, "mma.sync.m16n8k8",  nullptr,        false, 0, kStoredAnywhere)  \
-  ROW(F64,  "float64",  64, F64, nullptr,             nullptr,        false, 0, kStoredAnywhere)  \
-  ROW(F8E4M3FN, "float8_e4m3fn", 8, F32, nullptr,     "wgmma.m64k32", true,  0, kOperand | kWire) \
-  ROW(F8E5M2,   "float8_e5m2",   8, F32, nullptr,     "wgmma.m64k32", true,  0, kOperand | kWire) \
-  ROW(S8,   "int8",      8, S32, "mma.sync.m16n8k32", "wgmma.m64k32", true,  0, kOperand | kWire) \
-  ROW(S32,  "int32",    32, S32, nullptr,             nullptr,        false, 0, kResult)
+/*       name        bits sums portable from hopper      k_major scale stored */                  \
+  ROW(F16,  "float16",  16, F32, kMmaK16, 80, kWgmmaK16, false, 0, kStoredAnywhere)               \
+  ROW(BF16, "bfloat16", 16, F32, kMmaK16, 80, kWgmmaK16, false, 0, kStoredAnywhere)               \
+  ROW(F32,  "float32",  32, F32, kMmaK8,  80, nullptr,   false, 0, kStoredAnywhere)               \
+  ROW(F64,  "float64",  64, F64, nullptr,  0, nullptr,   false, 0, kStoredAnywhere)               \
+  ROW(F8E4M3FN, "float8_e4m3fn", 8, F32, kMmaK32, 89, kWgmmaK32, true, 0, kOperand | kWire)       \
+  ROW(F8E5M2,   "float8_e5m2",   8, F32, kMmaK32, 89, kWgmmaK32, true, 0, kOperand | kWire)       \
+  ROW(S8,   "int8",      8, S32, kMmaK32, 80, kWgmmaK32, true,  0, kOperand | kWire)              \
+  ROW(S32,  "int32",    32, S32, nullptr,  0, nullptr,   false, 0, kResult)
 // clang-format on
 
 // The number of a format's row, which calls and plans carry.
@@ -53,6 +57,7 @@ struct Format {
   int32_t bits;       // of an element
   DType accumulator;  // of sums
   const char* portable;
+  int32_t from;
   const char* hopper;
   bool k_major;
   int32_t scale_block;
@@ -61,8 +66,8 @@ struct Format {
 
 // In the order of DType.
 inline constexpr Format kFormats[] = {
-#define JFLUX_ROW(ID, NAME, BITS, SUMS, PORTABLE, HOPPER, K_MAJOR, SCALE, STORED) \
-  {NAME, BITS, DType::k##SUMS, PORTABLE, HOPPER, K_MAJOR, SCALE, STORED},
+#define JFLUX_ROW(ID, NAME, BITS, SUMS, PORTABLE, FROM, HOPPER, K_MAJOR, SCALE, STORED) \
+  {NAME, BITS, DType::k##SUMS, PORTABLE, FROM, HOPPER, K_MAJOR, SCALE, STORED},
     JFLUX_FORMATS(JFLUX_ROW)
 #undef JFLUX_ROW
 };
@@ -98,8 +103,11 @@ inline constexpr FormatSet kAllFormats = FormatsWith([](const Format&) { return 
 inline constexpr FormatSet kWideFormats =
     FormatsWith([](const Format& f) { return f.stored == kStoredAnywhere; });
 inline constexpr FormatSet kHalves = SetOf(DType::kF16, DType::kBF16);
-// What the tensor cores multiply: by portable code, and by Hopper's.
+// What the tensor cores multiply: by portable code, by that for an architecture, and by Hopper's.
 inline constexpr FormatSet kMmaFormats = FormatsWith([](const Format& f) { return f.portable; });
+constexpr FormatSet MmaFormats(int32_t arch) {
+  return FormatsWith([arch](const Format& f) { return f.portable && f.from <= arch; });
+}
 inline constexpr FormatSet kWgmmaFormats = FormatsWith([](const Format& f) { return f.hopper; });
 
 // Calls visit(t) for each format of a set, until it returns false. Whether all returned true.

@@ -35,7 +35,10 @@ inline constexpr int32_t kMostSms = 144;
 // of compute capability 8.x run the machine code of sm_80; for later GPUs other than Hopper the
 // driver compiles the PTX. The portable code has no clusters (gpu/cluster.cuh). The products' main
 // loop (gpu/gemm_sm90.cuh) exists for sm_90a alone.
-inline constexpr int32_t kPortableArch = 80, kHopperArch = 90;
+//
+// Portable kernels that multiply float8 are compiled for sm_89, with its PTX, in place of sm_80. A
+// GPU that runs them, and the other portable code, has kFloat8Arch.
+inline constexpr int32_t kPortableArch = 80, kFloat8Arch = 89, kHopperArch = 90;
 
 // The GPUs that kernels are for, by the architecture of the code that they run.
 struct Gpus {
@@ -63,7 +66,9 @@ struct Machine {
 
 // What the tensor cores of the machine multiply; on a CPU, all formats.
 inline constexpr FormatSet FormatsOf(const Machine& machine) {
-  return machine.IsCpu() ? kAllFormats : machine.arch < kHopperArch ? kMmaFormats : kWgmmaFormats;
+  return machine.IsCpu()              ? kAllFormats
+         : machine.arch < kHopperArch ? MmaFormats(machine.arch)
+                                      : kWgmmaFormats;
 }
 
 }  // namespace jflux

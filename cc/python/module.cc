@@ -85,6 +85,7 @@ nb::list Formats() {
     row["bits"] = f->bits;
     row["accumulator"] = f->accumulator;
     row["portable"] = f->portable;
+    row["portable_from"] = f->from;
     row["hopper"] = f->hopper;
     row["k_major"] = f->k_major != 0;
     row["scale_block"] = f->scale_block;

@@ -165,6 +165,7 @@ typedef struct {
   int32_t bits;
   const char* accumulator;  // its name
   const char* portable;     // instructions; null: none
+  int32_t from;             // the least architecture of the portable one; 0: none
   const char* hopper;
   int32_t k_major;
   int32_t scale_block;

@@ -103,7 +103,8 @@ const JfluxField* jflux_constants(void) {
     auto* list = new std::vector<JfluxField>{
         {"max_ranks", jflux::kMaxRanks},         {"max_weights", jflux::kMaxWeights},
         {"tile_rows", jflux::kGemmTileM},        {"vector_bytes", jflux::kVectorBytes},
-        {"portable_arch", jflux::kPortableArch}, {"hopper_arch", jflux::kHopperArch},
+        {"portable_arch", jflux::kPortableArch}, {"float8_arch", jflux::kFloat8Arch},
+        {"hopper_arch", jflux::kHopperArch},
     };
     auto number = static_cast<int64_t>(jflux::Activation::kNone);
     for (const char* name : jflux::kActivationNames) {
@@ -135,8 +136,8 @@ const JfluxFormat* jflux_formats(void) {
   static const auto* formats = [] {
     auto* list = new std::vector<JfluxFormat>;
     for (const jflux::Format& f : jflux::kFormats) {
-      list->push_back({f.name, f.bits, jflux::FormatOf(f.accumulator).name, f.portable, f.hopper,
-                       f.k_major, f.scale_block, f.stored});
+      list->push_back({f.name, f.bits, jflux::FormatOf(f.accumulator).name, f.portable, f.from,
+                       f.hopper, f.k_major, f.scale_block, f.stored});
     }
     list->push_back({});
     return list;

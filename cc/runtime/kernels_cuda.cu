@@ -41,7 +41,9 @@ bool ReadArch(Device& device, std::string* error) {
   JFLUX_CUDA_OR_FALSE(
       cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(&ArchKernel)), error);
   // ptxVersion names the source: 80 also where the driver has compiled sm_80's PTX for a later GPU.
-  device.arch = attributes.ptxVersion >= kHopperArch ? kHopperArch : kPortableArch;
+  device.arch = attributes.ptxVersion >= kHopperArch ? kHopperArch
+                : RunsFloat8Code()                   ? kFloat8Arch
+                                                     : kPortableArch;
   return true;
 }
 

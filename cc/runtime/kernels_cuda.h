@@ -18,6 +18,9 @@ namespace jflux {
 // The architecture of the kernels' code that the current device runs (gpu/machine.h).
 bool LoadedArch(int* arch, std::string* error);
 
+// Whether the current device runs code for kFloat8Arch.
+bool RunsFloat8Code();
+
 // Loads the kernels of all ops (runtime/op.h) of which there is code for the current device.
 bool LoadKernels(std::string* error);
 

@@ -3,6 +3,7 @@
 #include "ops/all_gather_matmul/all_gather_matmul.h"
 #include "ops/grouped_matmul/grouped_matmul.h"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
+#include "runtime/kernels_cuda.h"
 
 namespace jflux {
 namespace {
@@ -13,6 +14,8 @@ bool NotSimulated(std::string* error) {
 }
 
 }  // namespace
+
+bool RunsFloat8Code() { return false; }
 
 bool LoadAllGatherMatmulKernels80(std::string*) { return true; }
 bool LoadMatmulReduceScatterKernels80(std::string*) { return true; }
