@@ -222,7 +222,7 @@ def main() -> int:
     args = parser.parse_args()
     jflux.config.update(strict=True, unchecked_kernels=args.portable)
     if args.portable:
-        _config.override_for_good(arch=_native.PORTABLE_ARCH)
+        _config.override_for_good(arch=_native.FLOAT8_ARCH)
     checks = random_checks.Checks(args.limit)
     for seed in range(args.seed, args.seed + args.calls):
         if not checks.go_on():

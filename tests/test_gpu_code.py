@@ -20,7 +20,7 @@ import jflux
 from jflux import _heap, _native
 from jflux._call import gpu_code, local_ops, plans, primitives, selftest_record
 from jflux._call.forms import Call, choose
-from jflux._call.gpu_code import HOPPER, PORTABLE
+from jflux._call.gpu_code import FLOAT8, HOPPER, PORTABLE
 from jflux._call.plans import Machine
 from jflux._ops._spec import all_ops
 from jflux._ops.collectives import all_reduce
@@ -32,7 +32,7 @@ EVERY, USERS = ((least, 2**31 - 1) for least in (PORTABLE, 0))
 #: Ops with kernels for compute capability 8.0 and later.
 PORTABLE_OPS = (
     "activation_gradient", "all_gather", "all_gather_matmul", "all_reduce", "all_to_all",
-    "decode_merge", "flash_decode", "grouped_matmul", "grouped_matmul_dw",
+    "decode_merge", "flash_decode", "grouped_matmul", "grouped_matmul_dw", "matmul",
     "matmul_reduce_scatter", "moe_combine", "moe_dispatch", "moe_gate", "moe_gate_gradient",
     "moe_route", "moe_rows", "ragged_all_to_all", "reduce_scatter",
 )  # fmt: skip
@@ -73,8 +73,8 @@ def test_the_choice():
 
 
 def test_the_code_of_a_gpu_that_is_not_here():
-    for capability, arch in (("9.0", HOPPER), (None, HOPPER), ("8.0", PORTABLE), ("8.9", PORTABLE),
-                             ("10.0", PORTABLE), ("12.0", PORTABLE)):  # fmt: skip
+    for capability, arch in (("9.0", HOPPER), (None, HOPPER), ("8.0", PORTABLE), ("8.6", PORTABLE),
+                             ("8.9", FLOAT8), ("10.0", FLOAT8), ("12.0", FLOAT8)):  # fmt: skip
         assert gpu_code.arch_of(capability) == arch
 
 
@@ -275,8 +275,74 @@ def test_what_portable_products_multiply(op, monkeypatch):
         assert plan_on(PORTABLE, jnp.float32).path == "reference"
     on_hopper = plan_on(HOPPER, jnp.float32)
     assert on_hopper.path == "reference" and "half of the rate" in on_hopper.reason
-    of_8_bits = plan_on(PORTABLE, jnp.float8_e4m3fn, preferred_element_type=jnp.bfloat16)
-    assert of_8_bits.path != "fused" and "Hopper's kernels alone take" in of_8_bits.reason
+    in_16_bits = {"preferred_element_type": jnp.bfloat16}
+    for arch, dtype, taken in ((PORTABLE, jnp.int8, True), (PORTABLE, jnp.float8_e4m3fn, False),
+                               (FLOAT8, jnp.float8_e4m3fn, True)):  # fmt: skip
+        plan = plan_on(arch, dtype, **in_16_bits)
+        assert (plan.path == "fused") == taken
+        assert taken or "from compute capability 8.9 on" in plan.reason
+    exact = plan_on(FLOAT8, jnp.float8_e4m3fn, precision="highest", **in_16_bits)
+    assert exact.path == "decomposed" and "fewer bits" in exact.reason
+
+
+def scaled(dtype, block):
+    """x and w, with scales of such blocks of k."""
+    return [
+        jax.eval_shape(
+            functools.partial(jflux.quantize, dtype=dtype, block=of_one),
+            jax.ShapeDtypeStruct((256, 256), jnp.float32),
+        )
+        for of_one in (block, (128, 128) if block[1] == 128 else block[::-1])
+    ]
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+@pytest.mark.parametrize("op", [jflux.all_gather_matmul, jflux.matmul_reduce_scatter])
+def test_scales_in_portable_code(op, monkeypatch):
+    """Of rows, columns and tensors: those of blocks, and quantised results, are Hopper's."""
+    mesh = make_mesh((2,))
+
+    def plan_on(arch, dtype, block, **options):
+        f = functools.partial(op, axis_name="tp", **options)
+        f = jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P("tp"), check_vma=False)
+        with jflux.config(unchecked_kernels=True, always=True):
+            return calls_on(arch, monkeypatch, f, *scaled(dtype, block))[op.__name__]
+
+    for block in ((1, -1), (-1, -1)):
+        for arch, dtype in ((PORTABLE, jnp.int8), (FLOAT8, jnp.int8), (FLOAT8, jnp.float8_e4m3fn)):
+            assert plan_on(arch, dtype, block).config["portable"] == 1
+    plan = plan_on(PORTABLE, jnp.float8_e4m3fn, (1, -1))
+    assert plan.path == "decomposed" and "compute capability 8.9" in plan.reason
+    plan = plan_on(FLOAT8, jnp.float8_e4m3fn, (1, 128))
+    assert plan.path == "decomposed" and "Hopper's kernels alone" in plan.reason
+    if op is jflux.all_gather_matmul:
+        form = jflux.Format(jnp.float8_e4m3fn, (1, 128))
+        assert plan_on(FLOAT8, jnp.float8_e4m3fn, (1, -1), quantize=form).path == "fused"
+
+
+def test_matmul_in_portable_code(monkeypatch):
+    """The plan names the portable loop, and what it does not take is XLA's."""
+    names = {name: getattr(_native.lib, name) for name in dir(_native.lib)}
+    lib = types.SimpleNamespace(**names | {"built_with_cuda": lambda: True})
+    monkeypatch.setattr(_native, "lib", lib)
+
+    def plan_on(arch, dtype, block, **options):
+        monkeypatch.setattr(gpu_code, "arch_here", lambda: arch)
+        with jflux.config(unchecked_kernels=True):
+            f = functools.partial(jflux.matmul, **options)
+            return calls_on(arch, monkeypatch, f, *scaled(dtype, block))["matmul"]
+
+    for arch, dtype in ((PORTABLE, jnp.int8), (FLOAT8, jnp.int8), (FLOAT8, jnp.float8_e4m3fn)):
+        plan = plan_on(arch, dtype, (1, -1))
+        assert plan.path == "fused" and list(plan.choice)[::2] == [128, 2, 1], plan
+    assert list(plan_on(HOPPER, jnp.float8_e4m3fn, (1, -1)).choice) == [0, 0, 0, 0]
+    plan = plan_on(PORTABLE, jnp.float8_e4m3fn, (1, -1))
+    assert plan.path == "reference" and "compute capability 8.9" in plan.reason
+    plan = plan_on(FLOAT8, jnp.float8_e4m3fn, (1, 128))
+    assert plan.path == "reference" and "Hopper's kernels alone" in plan.reason
+    form = jflux.Format(jnp.float8_e4m3fn, (1, 128))
+    plan = plan_on(FLOAT8, jnp.float8_e4m3fn, (1, -1), quantize=form)
+    assert plan.path == "decomposed" and "only Hopper's kernels quantise" in plan.reason
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
@@ -361,11 +427,19 @@ def test_the_library_has_the_code_that_ops_declare(tmp_path):
         check=True, capture_output=True, text=True,
     ).stdout.strip().split(";")  # fmt: skip
     portable = {pathlib.Path(f).stem for f in files if "/cc/ops/" in f}
+    # Those of the portable main loop have no names that tell their file.
+    portable = {stem for stem in portable if not stem.endswith("_sm80")}
+    products = ("23AllGatherMatmul", "27MatmulReduceScatter", "14Matmul")
+
+    def loops(functions, named):
+        return {p for p in products for f in functions if f"{p}Kernel80I" in f and named in f}
+
     for arch in ("sm_80", "sm_90a"):
         sources, functions = symbols(library, arch)
-        assert portable <= sources
-        assert any("MatmulKernel" in f for f in functions) == (arch == "sm_90a")
+        assert portable <= sources and loops(functions, "") == set(products)
+        assert any("MatmulKernelI" in f for f in functions) == (arch == "sm_90a")
+    assert loops(symbols(library, "sm_89")[1], "fp8_e4m3") == set(products)
     ptx = subprocess.run(
         ["cuobjdump", "--list-ptx", library], check=True, capture_output=True, text=True
     ).stdout
-    assert set(re.findall(r"sm_(\w+)\.ptx", ptx)) == {"80"}
+    assert set(re.findall(r"sm_(\w+)\.ptx", ptx)) == {"80", "89"}

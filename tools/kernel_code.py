@@ -26,7 +26,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-PTX = ("sm_80",)
+PTX = ("sm_80", "sm_89")  # the second one of float8
 ARCHS = (*PTX, "sm_90a")  # all have code for the last
 
 STACK = pathlib.Path(__file__).with_name("kernel_stack.tsv")
@@ -65,6 +65,12 @@ MAIN_LOOPS = (
     MainLoop("AllGatherMatmulKernel80", "sm_80", "GemmConfig80I13__nv_bfloat16", "HMMA", _ASYNC, 3),
     MainLoop("AllGatherMatmulKernel80", "sm_80", "GemmConfig80If", "HMMA", _ASYNC, 3),
     MainLoop("MatmulReduceScatterKernel80", "sm_80", "GemmConfig80I6__half", "HMMA", _ASYNC, 3),
+    MainLoop("AllGatherMatmulKernel80", "sm_80", "GemmConfig80IaL", "IMMA", _ASYNC, 3),
+    MainLoop("AllGatherMatmulKernel80", "sm_89", "GemmConfig80I13__nv_fp8_e4m3", "QMMA", _ASYNC, 3),
+    MainLoop("MatmulReduceScatterKernel80", "sm_80", "GemmConfig80IaL", "IMMA", _ASYNC, 3),
+    MainLoop("MatmulReduceScatterKernel80", "sm_89", "GemmConfig80I13__nv_fp8", "QMMA", _ASYNC, 3),
+    MainLoop("MatmulKernel80", "sm_80", "GemmConfig80IaL", "IMMA", _ASYNC),
+    MainLoop("MatmulKernel80", "sm_89", "GemmConfig80I13__nv_fp8_e4m3", "QMMA", _ASYNC),
     MainLoop("GroupedMatmulKernel80", "sm_80", "GemmConfig80I13__nv_bfloat16", "HMMA", _ASYNC),
     MainLoop("GroupedMatmulDwKernel80", "sm_80", "GemmConfig80I13__nv_bfloat16", "HMMA", _ASYNC),
 )

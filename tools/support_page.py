@@ -49,7 +49,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], bool]] = {
     "8 bits with scales": (EIGHT_BITS, True),
 }
 HOPPER = Machine("cuda", sm_count=132, link_gbps=320.0)
-PORTABLE = Machine("cuda", sm_count=108, link_gbps=320.0, arch=gpu_code.PORTABLE, no_record="")
+PORTABLE = Machine("cuda", sm_count=108, link_gbps=320.0, arch=gpu_code.FLOAT8, no_record="")
 #: Two nodes of two ranks each.
 NODES = Levels(("tp",), (("tp", RANKS),), ((0, 1), (2, 3)))
 Place = tuple[Machine, Levels | None]
@@ -271,6 +271,7 @@ these days do not cover, such as 8 bits on H100, is in [Not run yet](verified.md
 
 {ops}
 
+In the column "8.0 and later" {float8} are those of GPUs from 8.9 on; on others XLA multiplies them.
 `precision` that forbids TF32 takes the reference. `halo_exchange` is XLA's collective-permutes, or with `unchecked_kernels` one
 `all_to_all`. `dispatch_grouped_matmul` and `grouped_matmul_combine` are made of the ops here. `custom_call` and `symm.call` run
 where their kernels do.
@@ -310,16 +311,19 @@ Over several hosts:
 def gpus() -> str:
     hopper = f"sm_{gpu_code.HOPPER}a: wgmma, TMA, clusters"
     portable = f"sm_{gpu_code.PORTABLE}: mma.sync, cp.async"
+    of_float8 = f"products of float8 sm_{gpu_code.FLOAT8}"
     state = "taken" if gpu_code.PORTABLE_IS_CHECKED else "after `python -m jflux.selftest`"
     return table(
         ["compute capability", "GPUs", "code", "taken", "checked on hardware"],
         [
             ["9.0", "H100, H200", hopper, "always", "yes"],
             ["9.0", "GH200", hopper, "always", "never run"],
-            ["8.0, 8.6, 8.9", "A100, A10, L4, L40S, RTX 30 and 40", portable, state,
+            ["8.0, 8.6", "A100, A10, RTX 30", portable, state,
+             "never run there; on Hopper, by its PTX"],
+            ["8.9", "L4, L40S, RTX 40", f"{portable}; {of_float8}", state,
              "never run there; on Hopper, by its PTX"],
             ["10.0, 12.0, later", "B200, RTX 50",
-             f"the PTX of {portable}, which the driver compiles. Nothing is written for tcgen05",
+             "the PTX of both, which the driver compiles. Nothing is written for tcgen05",
              state, "never run there; on Hopper"],
             ["below 8.0; AMD, TPU", "V100, T4, ...", "reference", "", "CPUs run the reference"],
         ],
@@ -363,8 +367,11 @@ def page() -> str:
         raise AssertionError(f"OTHERS of tools/support_page.py lacks {sorted(unknown)}")
     heading = ["op", *PLACES, "checked"]
     others = ["kernel", "of", *MACHINES]
+    rows = _native.FORMATS.values()
+    late = [row.name for row in rows if row.portable_from > gpu_code.PORTABLE]
     return PAGE_TEXT.format(
-        gpus=gpus(), record=RECORD, ops=table(heading, ops_over_ranks(mesh)),
+        gpus=gpus(), record=RECORD, float8=" and ".join(late),
+        ops=table(heading, ops_over_ranks(mesh)),
         others=table(others, other_kernels()), ranks=ranks(),
     )  # fmt: skip
 

@@ -28,15 +28,21 @@ struct GemmChoice {
   }
 };
 
-// What the portable main loop multiplies (float32 as TF32), and the one configuration that it has
-// for each group_m; two CTAs share an SM.
+// What the portable main loop multiplies in every product (float32 as TF32), and in one that takes
+// scales; and the one configuration that it has for each group_m: two CTAs share an SM.
 inline constexpr FormatSet kFormats80 = kHalves | SetOf(DType::kF32);
+inline constexpr FormatSet kScaledProduct80 =
+    kFormats80 | SetOf(DType::kS8, DType::kF8E4M3FN, DType::kF8E5M2);
 inline constexpr int32_t kTileN80 = 128, kCtasPerSm80 = 2;
 inline constexpr GemmChoice Portable(int32_t group_m) { return {kTileN80, 1, group_m, 1, true}; }
 // Whether products are for the portable main loop. On Hopper it has half of wgmma's rate.
 inline constexpr bool IsForPortable(const Machine& machine) { return machine.arch < kHopperArch; }
 inline constexpr FormatSet FormatsOfLoop(bool portable) {
   return portable ? kFormats80 : kWgmmaFormats;
+}
+// The same of a product that takes scales in both loops.
+inline constexpr FormatSet FormatsOfScaledLoop(bool portable) {
+  return portable ? kScaledProduct80 : kWgmmaFormats;
 }
 
 // The configurations that have kernels, each with a usual group_m.

@@ -45,6 +45,11 @@ struct Columns8 {
     if (bias == nullptr) return;
     Each([&](float& x, int i) { x += c + i < n ? __ldg(bias + c + i) : 0; });
   }
+  // Of operands of 8 bits: times the scale of the row, and those of columns c on. n is a multiple
+  // of a vector's elements, and c one of kCount.
+  __device__ __forceinline__ void Scale(float row, const float* columns, int64_t c) {
+    Each([&](float& x, int i) { x = x * row * __ldg(columns + c + i); });
+  }
   __device__ __forceinline__ void Activate(Activation activation) {
     if (activation == Activation::kNone) return;
     WithActivation(activation, [&](auto which) {
@@ -66,6 +71,48 @@ struct Columns8 {
     }
   }
 };
+
+// Calls f(U()) for the type U of results.
+template <typename Config, typename F>
+__device__ __forceinline__ void WithResult(bool is_f32, bool is_f16, F&& f) {
+  if constexpr (sizeof(typename Config::T) < 4) {
+    if (!is_f32) {
+      if constexpr (Config::kNarrow) {
+        if (is_f16) return f(__half());
+      }
+      return f(typename Config::Result());
+    }
+  }
+  f(float());
+}
+
+// Multiplies a warp's sums by scales: of the row at scale_of(row of the tile), and of columns n0
+// on, of n, of the tile.
+template <typename Config, typename ScaleOf>
+__device__ __forceinline__ void ScaleSums(Sums80<Config>& sums, const float* columns, int64_t n0,
+                                          int64_t n, ScaleOf&& scale_of) {
+  const WarpPlace<Config> place;
+  const int lane = threadIdx.x % 32;
+  const int64_t c0 = n0 + place.column + 2 * (lane % 4);
+  float of[Config::kN8Blocks][2];  // nobody stores columns past the last
+#pragma unroll
+  for (int j = 0; j < 2 * Config::kN8Blocks; ++j) {
+    const int64_t c = c0 + j / 2 * 8 + j % 2;
+    of[j / 2][j % 2] = c < n ? __ldg(columns + c) : 1.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * Config::kM16Blocks; ++i) {
+    const float row = scale_of(place.row + 8 * i + lane / 4);
+#pragma unroll
+    for (int j = 0; j < Config::kN8Blocks; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& sum = sums[i / 2][j][i % 2 * 2 + e];
+        sum = sum * row * of[j][e];
+      }
+    }
+  }
+}
 
 // A warp's sums of kRows rows, in shared memory. The code that finishes them then is a loop, and
 // not one piece for each register.

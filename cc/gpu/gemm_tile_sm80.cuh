@@ -12,6 +12,9 @@
 #ifndef JFLUX_GPU_GEMM_TILE_SM80_CUH_
 #define JFLUX_GPU_GEMM_TILE_SM80_CUH_
 
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
 #include <cstdint>
 #include <type_traits>
 
@@ -26,8 +29,11 @@ namespace jflux {
 template <typename T_, bool kTransposeRhs_, bool kTransposeLhs_ = false>
 struct GemmConfig80 {
   using T = T_;
-  // The type in which 16-bit results are written.
-  using Result = T;
+  // Of 8 bits, and so with operands whose k is contiguous, results of three types, and scales.
+  static constexpr bool kNarrow = sizeof(T) == 1;
+  static_assert(!kNarrow || (kTransposeRhs_ && !kTransposeLhs_));
+  // The type in which 16-bit results are written, unless it is float16.
+  using Result = std::conditional_t<kNarrow, __nv_bfloat16, T>;
   static constexpr bool kTransposeRhs = kTransposeRhs_, kTransposeLhs = kTransposeLhs_;
   static constexpr int kTileM = kGemmTileM, kTileN = 128;
   static constexpr int kRowBytes = kBlockBytes / 2;
@@ -208,6 +214,47 @@ class KBlockCopies {
 
 // ---- Products ----------------------------------------------------------------------------------
 
+// ptx::Multiply16x8 of operands of 8 bits. Sums of int8 are int32, in the registers of floats,
+// until ToFloats. float8 takes code for kFloat8Arch; what an x of either type is multiplied by is
+// e4m3.
+#define JFLUX_MULTIPLY_16X8(C, TYPES, SUM)                                        \
+  asm volatile("mma.sync.aligned.m16n8k32.row.col." TYPES                         \
+               " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+               : SUM(C[0]), SUM(C[1]), SUM(C[2]), SUM(C[3])                       \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+template <typename T>
+__device__ __forceinline__ void Multiply16x8Narrow(float (&c)[4], const uint32_t (&a)[4],
+                                                   uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<T, int8_t>) {
+    int32_t sums[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] = __float_as_int(c[i]);
+    JFLUX_MULTIPLY_16X8(sums, "s32.s8.s8.s32", "+r");
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c[i] = __int_as_float(sums[i]);
+  } else if constexpr (std::is_same_v<T, __nv_fp8_e4m3>) {
+    JFLUX_MULTIPLY_16X8(c, "f32.e4m3.e4m3.f32", "+f");
+  } else {
+    static_assert(std::is_same_v<T, __nv_fp8_e5m2>);
+    JFLUX_MULTIPLY_16X8(c, "f32.e5m2.e4m3.f32", "+f");
+  }
+}
+#undef JFLUX_MULTIPLY_16X8
+
+template <typename Config>
+__device__ __forceinline__ void ToFloats(Sums80<Config>& sums) {
+  if constexpr (std::is_same_v<typename Config::T, int8_t>) {
+#pragma unroll
+    for (auto& row : sums) {
+#pragma unroll
+      for (auto& four : row) {
+#pragma unroll
+        for (float& sum : four) sum = static_cast<float>(__float_as_int(sum));
+      }
+    }
+  }
+}
+
 // Where a thread reads fragments of a stage, for the first step of a k-block. For the second it is
 // that with kNextStep flipped, or, where columns are contiguous, kTileK / 2 rows on.
 template <typename Config>
@@ -324,7 +371,11 @@ struct Fragments80 {
       for (int j = 0; j < Config::kN8Blocks; ++j) {
         // There and back, so that a fragment of B is used twice in a row.
         const int jj = i % 2 == 0 ? j : Config::kN8Blocks - 1 - j;
-        ptx::Multiply16x8<T>(sums[i][jj], a[i], b[jj][0], b[jj][1]);
+        if constexpr (Config::kNarrow) {
+          Multiply16x8Narrow<T>(sums[i][jj], a[i], b[jj][0], b[jj][1]);
+        } else {
+          ptx::Multiply16x8<T>(sums[i][jj], a[i], b[jj][0], b[jj][1]);
+        }
       }
     }
   }

@@ -2,8 +2,8 @@
 //
 //   FOLDER(Name,      Load<Name>Kernels loads what the folder's .cu files hold
 //          GPUs,      that they are compiled for (gpu/machine.h). A file whose name ends in _sm90
-//          is
-//                     for Hopper alone, and one in _sm80 portable
+//                     is for Hopper alone, and one in _sm80 portable; one in _sm89 is portable too,
+//                     but for kFloat8Arch
 //          OP(Name),  k<Name>Op, defined in the folder's _ffi.cc
 //          INSTANCE(format, layout of w))  an object of its own (runtime/gemm_instances_cuda.h);
 //                                          nk_blocks: [n, k], with scales of blocks;
@@ -19,7 +19,7 @@
              INSTANCE(F8E4M3FN, nk) INSTANCE(F8E4M3FN, nk_blocks) INSTANCE(F8E5M2, nk)          \
                  INSTANCE(F8E5M2, nk_blocks) INSTANCE(S8, nk) INSTANCE(F8E4M3FN, nk_quantizing) \
                      INSTANCE(F8E4M3FN, nk_blocks_quantizing))                                  \
-  FOLDER(Matmul, kHopper, OP(Matmul))                                                           \
+  FOLDER(Matmul, kPortable, OP(Matmul))                                                         \
   FOLDER(MatmulReduceScatter, kPortable, OP(MatmulReduceScatter))                               \
   FOLDER(MatmulAllToAll, kHopper, OP(MatmulAllToAll))                                           \
   FOLDER(MatmulAllReduce, kHopper, OP(MatmulAllReduce))                                         \

@@ -1,5 +1,8 @@
 // The compiled kernels of the portable main loop (gpu/gemm_sm80.cuh), shared by all ops: formats x
 // layout of w. An op's Kernels80 have Kernel<Config>().
+//
+// Those for float8 are compiled in a file of their own, whose name ends in _sm89: it has
+// JFLUX_FLOAT8_INSTANCES, and the op's other files have JFLUX_FLOAT8_APART.
 #ifndef JFLUX_RUNTIME_GEMM_INSTANCES_SM80_CUDA_H_
 #define JFLUX_RUNTIME_GEMM_INSTANCES_SM80_CUDA_H_
 
@@ -12,19 +15,6 @@
 
 namespace jflux {
 
-template <typename Kernels, FormatSet kFormats = kFormats80>
-bool LoadGemmInstances80(std::string* error) {
-  return ForFormats(kFormats, [&](DType dtype) {
-    return WithFormat<kFormats>(dtype, [&](auto format) {
-      using T = CudaType<format()>;
-      using Rows = GemmConfig80<T, true>;
-      using Columns = GemmConfig80<T, false>;
-      return LoadKernel(Kernels::template Kernel<Rows>(), Rows::kSmemBytes, error) &&
-             LoadKernel(Kernels::template Kernel<Columns>(), Columns::kSmemBytes, error);
-    });
-  });
-}
-
 // As many CTAs as fit: all of them may have chunks to send, also those that find no tile.
 template <typename Config>
 bool LaunchPortable(const void* kernel, void* args, int sm_count, cudaStream_t stream,
@@ -33,17 +23,61 @@ bool LaunchPortable(const void* kernel, void* args, int sm_count, cudaStream_t s
                       Config::kSmemBytes, stream, error);
 }
 
+// The kernels for operands of one format.
+template <typename Kernels, DType kFormat>
+struct GemmFamily80 {
+  using Rows = GemmConfig80<CudaType<kFormat>, true>;
+  static bool Load(std::string* error);
+  static bool Launch(bool transpose_rhs, void* args, int sm_count, cudaStream_t stream,
+                     std::string* error);
+};
+
+template <typename Kernels, DType kFormat>
+bool GemmFamily80<Kernels, kFormat>::Load(std::string* error) {
+  if (!LoadKernel(Kernels::template Kernel<Rows>(), Rows::kSmemBytes, error)) return false;
+  if constexpr (!FormatOf(kFormat).k_major) {
+    using Columns = GemmConfig80<CudaType<kFormat>, false>;
+    return LoadKernel(Kernels::template Kernel<Columns>(), Columns::kSmemBytes, error);
+  }
+  return true;
+}
+
+template <typename Kernels, DType kFormat>
+bool GemmFamily80<Kernels, kFormat>::Launch(bool transpose_rhs, void* args, int sm_count,
+                                            cudaStream_t stream, std::string* error) {
+  if constexpr (!FormatOf(kFormat).k_major) {
+    using Columns = GemmConfig80<CudaType<kFormat>, false>;
+    if (!transpose_rhs) {
+      return LaunchPortable<Columns>(Kernels::template Kernel<Columns>(), args, sm_count, stream,
+                                     error);
+    }
+  }
+  return LaunchPortable<Rows>(Kernels::template Kernel<Rows>(), args, sm_count, stream, error);
+}
+
+#define JFLUX_FLOAT8_APART(Kernels)                               \
+  extern template struct GemmFamily80<Kernels, DType::kF8E4M3FN>; \
+  extern template struct GemmFamily80<Kernels, DType::kF8E5M2>
+#define JFLUX_FLOAT8_INSTANCES(Kernels)                                         \
+  template struct jflux::GemmFamily80<jflux::Kernels, jflux::DType::kF8E4M3FN>; \
+  template struct jflux::GemmFamily80<jflux::Kernels, jflux::DType::kF8E5M2>
+
+// Those that the current device runs.
+template <typename Kernels, FormatSet kFormats = kFormats80>
+bool LoadGemmInstances80(std::string* error) {
+  int arch = 0;
+  if (!LoadedArch(&arch, error)) return false;
+  return ForFormats(kFormats & MmaFormats(arch), [&](DType dtype) {
+    return WithFormat<kFormats>(
+        dtype, [&](auto format) { return GemmFamily80<Kernels, format()>::Load(error); });
+  });
+}
+
 template <typename Kernels, FormatSet kFormats = kFormats80>
 bool LaunchGemmInstance80(DType dtype, bool transpose_rhs, void* args, int sm_count,
                           cudaStream_t stream, std::string* error) {
   return WithFormat<kFormats>(dtype, [&](auto format) {
-    using T = CudaType<format()>;
-    const auto launch = [&](auto config) {
-      using Config = decltype(config);
-      return LaunchPortable<Config>(Kernels::template Kernel<Config>(), args, sm_count, stream,
-                                    error);
-    };
-    return transpose_rhs ? launch(GemmConfig80<T, true>{}) : launch(GemmConfig80<T, false>{});
+    return GemmFamily80<Kernels, format()>::Launch(transpose_rhs, args, sm_count, stream, error);
   });
 }
 

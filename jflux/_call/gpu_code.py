@@ -2,7 +2,8 @@
 
 Kernels are compiled for two architectures (cc/gpu/machine.h): sm_90a, and, where they need nothing
 that Hopper alone has, sm_80 with its PTX. A GPU of compute capability 9.0 runs the first; 8.x runs
-the second, and so does 10.0 and later, whose driver compiles the PTX. The table of ops says which
+the second, and so does 10.0 and later, whose driver compiles the PTX. Those that multiply float8
+are compiled for sm_89 in place of sm_80: GPUs from 8.9 on run both. The table of ops says which
 GPUs an op's kernels are for (cc/ops/registry.cc).
 """
 
@@ -13,10 +14,12 @@ import pathlib
 import re
 
 import jax
+import numpy as np
 
 from .. import _config, _native
 
 HOPPER: int = _native.HOPPER_ARCH
+FLOAT8: int = _native.FLOAT8_ARCH
 PORTABLE: int = _native.PORTABLE_ARCH
 
 #: Whether the portable code has passed all checks on a GPU that it is for (on an H100, by its PTX,
@@ -77,7 +80,16 @@ def by_whose_leave(arch: int, no_record: str) -> str:
 
 def arch_of(capability: str | None) -> int:
     """Of the code that a GPU of this compute capability runs; of an H100 where it is not known."""
-    return HOPPER if capability in (None, "9.0") else PORTABLE
+    if capability in (None, "9.0"):
+        return HOPPER
+    return FLOAT8 if tuple(map(int, capability.split("."))) >= (8, 9) else PORTABLE
+
+
+def why_not_multiplied(dtype: np.dtype, arch: int) -> str | None:
+    """Why portable code of an architecture does not multiply operands of a type, or None."""
+    if arch >= _native.FORMATS[dtype.name].portable_from:
+        return None
+    return f"operands are {dtype.name}, which GPUs multiply from compute capability 8.9 on"
 
 
 def describe(device: jax.Device) -> str:
@@ -124,14 +136,19 @@ def arch_here() -> int:
     return min(found)
 
 
-def runs_portable() -> bool:
-    """Whether this process's GPUs run portable code, or are told to."""
+def arch_wanted() -> int:
+    """Of the code that this process's GPUs run, or are told to."""
     if (told := _config.config.current().arch) is not None:
-        return told < HOPPER
+        return told
     try:
-        return arch_here() < HOPPER
+        return arch_here()
     except RuntimeError:  # no kernel runs there, whichever
-        return False
+        return HOPPER
+
+
+def runs_portable() -> bool:
+    """Whether that is portable code."""
+    return arch_wanted() < HOPPER
 
 
 def gpu_here() -> str:

@@ -98,10 +98,15 @@ class Epilogue:
         pairs = zip(results[::2], results[1::2], strict=True)
         return [Scaled(values, scale) for values, scale in pairs]
 
-    def why_quantized_after(self, x: Any, ws: Sequence[Any], rows: int) -> str | None:
-        """Why no kernel that multiplies these quantises its results, of so many rows, or None."""
+    def why_quantized_after(
+        self, x: Any, ws: Sequence[Any], rows: int, arch: int = _native.HOPPER_ARCH
+    ) -> str | None:
+        """Why no kernel that multiplies these quantises its results, of so many rows, or None.
+        `arch`: of the kernels' code."""
         if self.quantize is None:
             return None
+        if arch < _native.HOPPER_ARCH:
+            return "only Hopper's kernels quantise their results"
         if rows <= _native.TILE_ROWS:  # measured: docs/experiments/0056
             return f"{rows} rows take less time in narrow tiles, and `quantize` after them"
         of, block = np.dtype(self.quantize.dtype), self.quantize.block

@@ -119,15 +119,17 @@ def scaled(rng: random.Random, place: Place) -> Case:
     """A product of 8 bits with scales of rows and columns, or one scale for each rank, in a kernel.
     Values that a kernel reads along another axis, or scales of other rows, are far off."""
     on_gpus = place.platform != "cpu"
-    if on_gpus and rng.random() < 0.2:
+    portable = on_gpus and gpu_code.runs_portable()
+    if on_gpus and not portable and rng.random() < 0.2:
         return large_sum(rng, place, has_scales=True)
     ops = ["all_gather_matmul"]
-    ops += ["matmul_reduce_scatter", "matmul_all_to_all", "all_to_all_matmul"] * on_gpus
+    ops += ["matmul_reduce_scatter"] * on_gpus
+    ops += ["matmul_all_to_all", "all_to_all_matmul"] * (on_gpus and not portable)
     lead = (*rng.choice([(), (), (2,)]), rng.choice(ROWS))
     out = rng.choice([jnp.bfloat16, jnp.bfloat16, jnp.float32])
     # An entry for each row and column; and for each block of k, then of blocks of columns.
     by_row, by_column = rng.random() < 0.7, rng.random() < 0.7
-    by_block = on_gpus and rng.random() < 0.4
+    by_block = on_gpus and not portable and rng.random() < 0.4
     k = rng.choice([520, 1040]) if by_block else rng.choice(K)
     split, concat = rng.choice([(-1, -2), (-2, -1)]) if on_gpus else (-1, -2)
     op = rng.choice(ops)
@@ -137,7 +139,11 @@ def scaled(rng: random.Random, place: Place) -> Case:
         by_column &= by_block or split == -1
     # Kernels take no int8 by blocks, which parts of k are too.
     takes = 2 if by_block or (op == "all_to_all_matmul" and split == -2) else 3
-    of_x = rng.choice(_scaled.TYPES[:takes])
+    types = _scaled.TYPES[:takes]
+    if portable:
+        arch = gpu_code.arch_wanted()
+        types = tuple(t for t in types if gpu_code.why_not_multiplied(t, arch) is None)
+    of_x = rng.choice(types)
     w = jnp.int8 if of_x == jnp.int8 else jnp.float8_e4m3fn
     if on_gpus and of_x != jnp.int8 and rng.random() < 0.2:  # float16 does not hold int8's sums
         out = jnp.float16
@@ -146,7 +152,7 @@ def scaled(rng: random.Random, place: Place) -> Case:
         n += -n % (_scaled.BLOCK if by_block else 16)
         out = jnp.bfloat16 if out == jnp.float32 else out
     # Kernels of sums of floats do not take "highest", but for PROMOTED ones.
-    precision = rng.choice([None, None, "highest"])
+    precision = None if portable else rng.choice([None, None, "highest"])
     quantizes = op == ops[0] and of_x == jnp.float8_e4m3fn and rng.random() < 0.4
     out = jnp.float32 if quantizes else out
     call = Call(

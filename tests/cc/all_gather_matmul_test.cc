@@ -100,20 +100,27 @@ TEST(Plans) {
 TEST(FormatsThatAreRefused) {
   AllGatherMatmulParams p = Small(16, 16);
   p.dtype = DType::kF8E4M3FN, p.out_dtype = DType::kBF16, p.transpose_rhs = false;
-  EXPECT_EQ(WhyNoKernel(p, /*portable=*/false), "w of float8_e4m3fn must be stored [n, k]");
+  EXPECT_EQ(WhyNoKernel(p, kWgmmaFormats), "w of float8_e4m3fn must be stored [n, k]");
   p.transpose_rhs = true, p.k = p.n = 48;
-  EXPECT_EQ(WhyNoKernel(p, /*portable=*/false), "");
+  EXPECT_EQ(WhyNoKernel(p, kWgmmaFormats), "");
   p.dtype = DType::kF8E5M2, p.w_dtype = DType::kF8E4M3FN;
-  EXPECT_EQ(WhyNoKernel(p, /*portable=*/false), "");
+  EXPECT_EQ(WhyNoKernel(p, kWgmmaFormats), "");
   p.w_dtype = DType::kF8E5M2;
-  EXPECT_EQ(WhyNoKernel(p, /*portable=*/false),
+  EXPECT_EQ(WhyNoKernel(p, kWgmmaFormats),
             "x is float8_e5m2 and w is float8_e5m2, the kernels multiply float8_e5m2 by "
             "float8_e4m3fn");
   p.dtype = p.w_dtype.emplace(DType::kS8);
-  EXPECT_EQ(WhyNoKernel(p, /*portable=*/false), "");
+  EXPECT_EQ(WhyNoKernel(p, kWgmmaFormats), "");
   p.out_dtype = DType::kS32;
-  EXPECT_EQ(WhyNoKernel(p, /*portable=*/false),
+  EXPECT_EQ(WhyNoKernel(p, kWgmmaFormats),
             "results are int32, the kernels give float16, bfloat16, float32");
+  // Portable code multiplies int8 everywhere, and float8 from 8.9 on.
+  p.out_dtype = DType::kBF16;
+  EXPECT_EQ(WhyNoKernel(p, FormatsOf(Machine{132, 0, kPortableArch})), "");
+  p.dtype = p.w_dtype.emplace(DType::kF8E4M3FN);
+  EXPECT_EQ(WhyNoKernel(p, FormatsOf(Machine{132, 0, kFloat8Arch})), "");
+  EXPECT_EQ(WhyNoKernel(p, FormatsOf(Machine{132, 0, kPortableArch})),
+            "operands are float8_e4m3fn, the kernels take float16, bfloat16, float32, int8");
   const auto why_not = [](DType x, DType w, DType y) {
     return WhyNotFormats(kAllGatherMatmulCpuFormats, kAllFormats, x, w, y);
   };

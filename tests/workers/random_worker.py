@@ -312,7 +312,7 @@ def main() -> None:
     faulthandler.enable()
     jflux.config.update(strict=True, always=True, unchecked_kernels=True)
     if args.portable:
-        _config.override_for_good(arch=_native.PORTABLE_ARCH)
+        _config.override_for_good(arch=_native.FLOAT8_ARCH)
     if LIBRARY is not None:
         custom_primitives.load(LIBRARY)
     jflux.init(deadline_seconds=args.deadline)

@@ -108,9 +108,10 @@ inline constexpr OpFormats kAllGatherMatmulFormats{
 inline constexpr OpFormats kAllGatherMatmulCpuFormats{
     kWideFormats | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
     SetOf(DType::kF16, DType::kBF16, DType::kF32, DType::kS32)};
-inline std::string WhyNoKernel(const AllGatherMatmulParams& p, bool portable) {
-  return WhyNotOperands(kAllGatherMatmulFormats, FormatsOfLoop(portable), p.dtype, p.DTypeOfW(),
-                        p.out_dtype, p.k, p.n, p.transpose_rhs);
+// `machine`: the formats of its architecture, or of a main loop.
+inline std::string WhyNoKernel(const AllGatherMatmulParams& p, FormatSet machine) {
+  return WhyNotOperands(kAllGatherMatmulFormats, machine, p.dtype, p.DTypeOfW(), p.out_dtype, p.k,
+                        p.n, p.transpose_rhs);
 }
 
 inline KPanelLayout CudaLayoutOf(const AllGatherMatmulParams& p) {

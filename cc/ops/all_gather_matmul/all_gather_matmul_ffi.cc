@@ -22,7 +22,7 @@ bool PlanAllGatherMatmul(CallReader& reader, const Machine& machine, Fields* pla
     return true;
   }
   const bool portable = IsForPortable(machine);
-  if (!IsPlannable(call, WhyNoKernel(p, portable), why_not)) return false;
+  if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine)), why_not)) return false;
   if (portable) {
     const GemmChoice choice = GatherGroups(ChoosePortable(p.rows.world, p.rows.PerRank(), machine),
                                            p.rows.world, p.rows.PerRank(), p.n, machine);
@@ -100,8 +100,8 @@ struct CallOnCuda : PlannedCall<kAllGatherMatmulId, LaunchAllGatherMatmul> {
     if (!why.empty()) return why;
     if (arrays.scales == Scales::kOfVectors) return kNoKernel;
     // With no sender all CTAs would wait for rows for ever.
-    if (!ReadPlan(a) || !WhyNoKernel(p, plan.choice.portable).empty() || plan.senders < 1 ||
-        !CanTake(plan.choice, p, arrays)) {
+    if (!ReadPlan(a) || !WhyNoKernel(p, FormatsOfScaledLoop(plan.choice.portable)).empty() ||
+        plan.senders < 1 || !CanTake(plan.choice, p, arrays)) {
       return kNoKernel;
     }
     return "";

@@ -34,7 +34,7 @@ struct AllGatherMatmulArgs80 {
   int64_t k;
   int32_t num_tiles, weights;
   uint32_t signature, op;
-  bool gated, out_f32;
+  bool gated, out_f32, out_f16;     // out_f16: of operands of 8 bits
   int32_t first_tile[kMaxWeights];  // tile column at which each weight starts
   int64_t n[kMaxWeights];
   WorkspaceLayout workspace;
@@ -48,9 +48,14 @@ struct AllGatherMatmulArgs80 {
   const float* bias[kMaxWeights];  // or null
   Activation activation;
   void* gathered;  // or null
+  // Of operands of 8 bits: of local rows, and of all columns. Null: they have none.
+  const float* x_scale;
+  const float* w_scale[kMaxWeights];
+  float* gathered_scale;  // of `gathered`, if x has a scale
 };
 
-template <typename Config_>
+// kGathers: else there is one rank, and no workspace.
+template <typename Config_, bool kGathers = true>
 struct AllGatherMatmulSm80 {
   using Config = Config_;
   using Args = AllGatherMatmulArgs80;
@@ -66,6 +71,7 @@ struct AllGatherMatmulSm80 {
     return Span{first, Min(first + Config::kTileM, args.rows.Total())};
   }
   static __device__ bool IsLocal(const Args& args, Span s) {
+    if constexpr (!kGathers) return true;
     const int64_t first = args.view.rank * args.rows.PerRank();
     return s.first >= first && s.last <= first + args.rows.PerRank();
   }
@@ -91,6 +97,12 @@ struct AllGatherMatmulSm80 {
                                    int32_t row_block, int32_t k_panel, int32_t row) {
     return args.view.At(rank, args.workspace.DataOffset(call.epoch) +
                                   (args.layout.RowOf(row_block, k_panel) + row) * kBlockBytes);
+  }
+  // The scales of a row block's rows, there.
+  static __device__ float* PanelScales(const Args& args, const CallContext& call, int rank,
+                                       int32_t row_block) {
+    return args.view.template At<float>(
+        rank, args.workspace.DataOffset(call.epoch) + args.layout.ScaleOffset(row_block, 0));
   }
 
   struct Operands {
@@ -125,18 +137,35 @@ struct AllGatherMatmulSm80 {
     static __device__ void Store(const Args& args, const Columns8& columns, void* to, int64_t row,
                                  int64_t c, int64_t n) {
       const int64_t at = args.rows.Actual(row) * n;
-      if constexpr (sizeof(T) == 2) {
-        if (!args.out_f32) return columns.Store(static_cast<T*>(to) + at, c, n);
+      WithResult<Config>(args.out_f32, args.out_f16,
+                         [&](auto u) { columns.Store(static_cast<decltype(u)*>(to) + at, c, n); });
+    }
+    // The scales of a tile's rows: of x's own, or those that have come with the rows.
+    static __device__ const float* RowScales(const Args& args, const CallContext& call, Tile tile) {
+      const Span s = SpanOf(args, tile.m);
+      return IsLocal(args, s) ? args.x_scale + (s.first - args.view.rank * args.rows.PerRank())
+                              : PanelScales(args, call, args.view.rank, tile.m);
+    }
+    // Sums of a row of the tile, with their scales if they have any.
+    static __device__ void Scale(const Args& args, Columns8& columns, const float* of_rows, int row,
+                                 int weight, int64_t c) {
+      if constexpr (Config::kNarrow) {
+        // A line of L1 may be older than what has arrived.
+        if (of_rows != nullptr) columns.Scale(__ldcg(of_rows + row), args.w_scale[weight], c);
       }
-      columns.Store(static_cast<float*>(to) + at, c, n);
     }
 
-    static __device__ __forceinline__ void Finish(const Args& args, const CallContext&,
+    static __device__ __forceinline__ void Finish(const Args& args, const CallContext& call,
                                                   uint32_t smem, Sums80<Config>& sums, Tile tile) {
       using Rows = StagedRows<Config>;
       const Columns columns = ColumnsOf(args, tile);
       const int i = columns.weight;
       const int64_t n = args.n[i], row0 = static_cast<int64_t>(tile.m) * Config::kTileM;
+      const float* scales = nullptr;
+      if constexpr (Config::kNarrow) {
+        ToFloats<Config>(sums);
+        if (args.x_scale != nullptr) scales = RowScales(args, call, tile);
+      }
       ForStagedRows<Config>(sums, smem, [&](const Rows& rows) {
         if (!args.gated) {
           return rows.template ForEach<Rows::kGroups>([&](int r, int group) {
@@ -144,6 +173,7 @@ struct AllGatherMatmulSm80 {
             const int64_t c = columns.n0 + rows.first_column + group * Columns8::kCount;
             if (row >= args.rows.Total() || c >= n) return;
             Columns8 y = rows.Get(r, group);
+            Scale(args, y, scales, rows.first_row + r, i, c);
             y.AddBias(args.bias[i], c, n);
             if (args.sums[i] != nullptr) Store(args, y, args.sums[i], row, c, n);
             y.Activate(args.activation);
@@ -157,6 +187,8 @@ struct AllGatherMatmulSm80 {
           const int64_t c = columns.n0 + rows.first_column / 2 + group * Columns8::kCount;
           if (row >= args.rows.Total() || c >= n) return;
           Columns8 y = rows.Get(r, group), gate = rows.Get(r, group + kHalf);
+          Scale(args, y, scales, rows.first_row + r, 0, c);
+          Scale(args, gate, scales, rows.first_row + r, 1, c);
           y.AddBias(args.bias[0], c, n);
           gate.AddBias(args.bias[1], c, n);
           if (args.sums[0] != nullptr) {
@@ -270,6 +302,16 @@ struct AllGatherMatmulSm80 {
       return at < row_bytes ? static_cast<const char*>(args.x) + row * row_bytes + at : nullptr;
     }
 
+    // Calls f(row of the range) for this lane's rows of a chunk that have scales: those of whole
+    // rows are with the first k-panel.
+    template <typename F>
+    static __device__ __forceinline__ void ForScales(const Args& args, const Chunk& c, F&& f) {
+      if constexpr (Config::kNarrow) {
+        if (args.x_scale == nullptr || c.chunk != 0) return;
+        for (int r = threadIdx.x % 32; r < c.range.end - c.range.begin; r += 32) f(r);
+      }
+    }
+
     static __device__ void Send(const Args& args, const CallContext& call) {
       __shared__ bool sends;
       if (threadIdx.x < 32) sends = MaySend(args);
@@ -289,6 +331,10 @@ struct AllGatherMatmulSm80 {
               return PanelRow(args, call, peer, c.row_block, k_panel, c.range.begin + row) +
                      v * kVectorBytes;
             });
+        ForScales(args, c, [&](int r) {
+          PanelScales(args, call, peer, c.row_block)[c.range.begin + r] =
+              __ldg(args.x_scale + c.row + r);
+        });
         __syncwarp();
         if (threadIdx.x % 32 == 0) {
           FenceRelease();
@@ -330,12 +376,55 @@ struct AllGatherMatmulSm80 {
               return at < row_bytes ? static_cast<char*>(args.gathered) + to * row_bytes + at
                                     : nullptr;
             });
+        ForScales(args, c, [&](int r) {
+          const float* from =
+              is_local ? args.x_scale + c.row
+                       : PanelScales(args, call, args.view.rank, c.row_block) + c.range.begin;
+          args.gathered_scale[args.rows.Actual(src * args.rows.PerRank() + c.row + r)] =
+              __ldcg(from + r);
+        });
       }
     }
   };
 };
 
 JFLUX_GEMM_KERNEL_80(AllGatherMatmul);
+
+// Sets the arguments that do not depend on how rows travel.
+inline void SetProductArgs80(const AllGatherMatmulParams& p,
+                             const AllGatherMatmulOperands& operands, const GemmChoice& choice,
+                             int sm_count, const SymmetricView& view, AllGatherMatmulArgs80* args) {
+  args->view = view;
+  args->rows = p.rows;
+  args->k = p.k;
+  args->weights = operands.weights;
+  args->gated = operands.gated;
+  args->out_f32 = p.out_dtype == DType::kF32;
+  args->out_f16 = SizeOf(p.dtype) == 1 && p.out_dtype == DType::kF16;
+  args->activation = operands.activation;
+  args->x = operands.x;
+  args->gathered = operands.gathered;
+  args->x_scale = operands.x_scale;
+  args->gathered_scale = operands.gathered_scale;
+  TileGrid grid = GridOf(choice, p.rows.Total(), p.n, sm_count);
+  grid.tiles_n = 0;
+  for (int i = 0; i < args->weights; ++i) {
+    const auto& product = operands.products[i];
+    args->w[i] = product.w;
+    args->y[i] = product.y;
+    args->sums[i] = product.sums;
+    args->bias[i] = product.bias;
+    args->w_scale[i] = product.scale;
+    args->n[i] = product.n;
+    args->first_tile[i] = grid.tiles_n;
+    grid.tiles_n += static_cast<int32_t>(CeilDiv<int64_t>(product.n, choice.tile_n));
+  }
+  if (args->gated) {  // half of a tile's columns belong to each weight
+    grid.tiles_n = static_cast<int32_t>(CeilDiv<int64_t>(args->n[0], choice.tile_n / 2));
+  }
+  args->order = GatherOrder::Make(grid, view.rank, view.world, p.rows.PerRank(), kGemmTileM);
+  args->num_tiles = grid.tiles_m * grid.tiles_n;
+}
 
 }  // namespace jflux
 

@@ -83,7 +83,7 @@ std::string ReadWeights(const WeightsAttributes& a, const ffi::RemainingArgs& re
       return kDoNotFit;
     }
     *p = *params;
-    if (!WhyNoKernel(*p, false).empty() && !WhyNoKernel(*p, true).empty()) return kNoKernel;
+    if (!WhyNoKernel(*p, kMmaFormats | kWgmmaFormats).empty()) return kNoKernel;
     if (a.scales != 0 && SizeOf(p->dtype) != 1) return kDoNotFit;
     if (quantizes && (p->dtype != kQuantized || p->DTypeOfW() != kQuantized ||
                       !CanQuantize(operands->scales, kQuantizingTile))) {
@@ -147,7 +147,9 @@ std::string ReadWeights(const WeightsAttributes& a, const ffi::RemainingArgs& re
 // whose k one CTA computes.
 inline bool CanTake(const GemmChoice& c, const AllGatherMatmulParams& p,
                     const AllGatherMatmulOperands& operands) {
-  if (c.portable) return operands.scales == Scales::kNone;
+  if (c.portable) {
+    return !HasEntriesOfK(operands.scales) && operands.quantize == Quantizing::kNone;
+  }
   if (operands.quantize != Quantizing::kNone) return ForQuantizing(c) == c;
   const bool gate = c.tile_n % 128 == 0 && c.splits == 1;
   return SharesK(c, p.rows.Total(), p.k * SizeOf(p.dtype), kGatherSplits) &&

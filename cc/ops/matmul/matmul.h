@@ -33,7 +33,13 @@ inline GemmChoice ChooseMatmul(const AllGatherMatmulParams& p,
 bool LaunchMatmul(const AllGatherMatmulParams& params, const AllGatherMatmulOperands& operands,
                   const std::optional<GemmChoice>& given, cudaStream_t stream, std::string* error);
 
+// The same by the portable main loop.
+bool LaunchMatmul80(const AllGatherMatmulParams& params, const AllGatherMatmulOperands& operands,
+                    const GemmChoice& choice, int sm_count, cudaStream_t stream,
+                    std::string* error);
+
 bool LoadMatmulKernels(std::string* error);
+bool LoadMatmulKernels80(std::string* error);
 
 }  // namespace jflux
 

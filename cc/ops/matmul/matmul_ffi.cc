@@ -57,7 +57,8 @@ ffi::Error Cuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::AnyBuffer 
     if (why.empty() && !plan) why = kNoKernel;
   }
   if (why.empty() && (operands.scales == Scales::kNone || !Has(kMatmulFormats.operands, p.dtype) ||
-                      (operands.scales == Scales::kOfVectors && operands.gated))) {
+                      (operands.scales == Scales::kOfVectors && operands.gated) ||
+                      (given && given->portable && !CanTake(*given, p, operands)))) {
     why = kNoKernel;
   }
   if (!why.empty()) return InvalidArgument("matmul: " + why);

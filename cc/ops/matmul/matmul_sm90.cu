@@ -1,4 +1,5 @@
-// matmul on Hopper: all_gather_matmul's tiles and epilogue, without peers and their counters.
+// Launches matmul; and its kernels on Hopper: all_gather_matmul's tiles and epilogue, without peers
+// and their counters.
 //
 //   waits   for nobody
 //   order   a launch after what wrote the operands; tiles of y are disjoint
@@ -31,7 +32,9 @@ struct Instances : MatmulKernels {
 
 }  // namespace
 
-bool LoadMatmulKernels(std::string* error) { return LoadGemmInstances<Instances>(error); }
+bool LoadMatmulKernels(std::string* error) {
+  return LoadBothLoops(LoadGemmInstances<Instances>, LoadMatmulKernels80, error);
+}
 
 bool LaunchMatmul(const AllGatherMatmulParams& p, const AllGatherMatmulOperands& operands,
                   const std::optional<GemmChoice>& given, cudaStream_t stream, std::string* error) {
@@ -39,7 +42,10 @@ bool LaunchMatmul(const AllGatherMatmulParams& p, const AllGatherMatmulOperands&
   JFLUX_CUDA_OR_FALSE(cudaGetDevice(&ordinal), error);
   JFLUX_CUDA_OR_FALSE(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, ordinal),
                       error);
-  if (!LoadOnce(LoadMatmulKernels, error)) return false;
+  if (given && given->portable) {
+    return LaunchMatmul80(p, operands, *given, sm_count, stream, error);
+  }
+  if (!LoadOnce(LoadGemmInstances<Instances>, error)) return false;
   const GemmChoice choice = ChooseMatmul(p, operands, given, Machine{sm_count});
   MatmulArgs args{};
   SymmetricView view{};

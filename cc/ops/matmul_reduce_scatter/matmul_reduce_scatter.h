@@ -135,10 +135,11 @@ bool ScatterTilesCpu(const MatmulReduceScatterParams& params, const ScatterTilin
 inline constexpr OpFormats kMatmulReduceScatterFormats{
     kHalves | SetOf(DType::kF32, DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
     SetOf(DType::kF16, DType::kBF16, DType::kF32)};
-inline std::string WhyNoKernel(const MatmulReduceScatterParams& p, bool portable) {
+// `machine`: the formats of its architecture, or of a main loop.
+inline std::string WhyNoKernel(const MatmulReduceScatterParams& p, FormatSet machine) {
   if (p.rows.outer > 1 && p.rows.inner % kGemmTileM != 0) return kStraddlingTiles;
-  return WhyNotOperands(kMatmulReduceScatterFormats, FormatsOfLoop(portable), p.dtype, p.DTypeOfW(),
-                        p.out_dtype, p.k, p.n, p.transpose_rhs);
+  return WhyNotOperands(kMatmulReduceScatterFormats, machine, p.dtype, p.DTypeOfW(), p.out_dtype,
+                        p.k, p.n, p.transpose_rhs);
 }
 
 // The same of calls with a wire, whose kernels are few: of 16 bits, and of e4m3.
@@ -155,7 +156,8 @@ inline std::string WhyNoWireKernel(const MatmulReduceScatterParams& p, bool port
     return "with a wire ranks have at least " + std::to_string(2 * kGemmTileM) + " rows";
   }
   if (p.DTypeOfW() != p.dtype) return "with a wire x and w have the same type";
-  if (!WhyNoKernel(p, portable).empty()) return WhyNoKernel(p, portable);
+  const std::string why = WhyNoKernel(p, kWgmmaFormats);
+  if (!why.empty()) return why;
   return WhyNotFormats(kMatmulReduceScatterWireFormats, kWgmmaFormats, p.dtype, p.DTypeOfW(),
                        p.out_dtype);
 }

@@ -4,8 +4,10 @@
 
 namespace jflux {
 
+JFLUX_FLOAT8_APART(MatmulReduceScatterKernels80);
+
 bool LoadMatmulReduceScatterKernels80(std::string* error) {
-  return LoadGemmInstances80<MatmulReduceScatterKernels80>(error);
+  return LoadGemmInstances80<MatmulReduceScatterKernels80, kScaledProduct80>(error);
 }
 
 bool LaunchMatmulReduceScatter80(const MatmulReduceScatterParams& p,
@@ -31,13 +33,16 @@ bool LaunchMatmulReduceScatter80(const MatmulReduceScatterParams& p,
   }
   args.n = p.n;
   args.out_f32 = p.out_dtype == DType::kF32;
+  args.out_f16 = SizeOf(p.dtype) == 1 && p.out_dtype == DType::kF16;
+  args.x_scale = operands.x_scale;
+  args.w_scale = operands.w_scale;
   args.bias = operands.bias;
   args.residual = operands.residual;
   args.y = operands.y;
   args.signature = SignatureOf(p.Signature(), site, choice);
   args.op = static_cast<uint32_t>(kMatmulReduceScatterId);
-  return LaunchGemmInstance80<MatmulReduceScatterKernels80>(p.dtype, p.transpose_rhs, &args,
-                                                            device.sm_count, stream, error);
+  return LaunchGemmInstance80<MatmulReduceScatterKernels80, kScaledProduct80>(
+      p.dtype, p.transpose_rhs, &args, device.sm_count, stream, error);
 }
 
 }  // namespace jflux

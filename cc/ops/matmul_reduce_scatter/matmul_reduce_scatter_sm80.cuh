@@ -28,7 +28,7 @@ struct MatmulReduceScatterArgs80 {
   ScatterOrder order;
   int32_t num_tiles, terms;
   uint32_t signature, op;
-  bool out_f32;
+  bool out_f32, out_f16;  // out_f16: of operands of 8 bits
   int64_t k[kMaxWeights];
   int64_t n;
   WorkspaceLayout workspace;
@@ -38,6 +38,9 @@ struct MatmulReduceScatterArgs80 {
   const float* bias;     // or null
   const void* residual;  // or null
   void* y;
+  // Of operands of 8 bits, of one term: of x's rows and w's columns. Null: they have none.
+  const float* x_scale;
+  const float* w_scale;
 };
 
 template <typename Config_>
@@ -48,7 +51,8 @@ struct MatmulReduceScatterSm80 {
   using Schedule = OrderedTiles80<Counted>;
 
   struct Operands {
-    static constexpr int kMostTerms = kMaxWeights;
+    // One of 8 bits: registers for more would be spilled in the main loop.
+    static constexpr int kMostTerms = Config::kNarrow ? 1 : kMaxWeights;
     static __device__ int Terms(const Args& args) { return args.terms; }
     static __device__ int64_t KBytes(const Args& args, Tile, int term) {
       return args.k[term] * sizeof(T);
@@ -163,10 +167,20 @@ struct MatmulReduceScatterSm80 {
 
     static __device__ __forceinline__ void Finish(const Args& args, const CallContext& call,
                                                   uint32_t smem, Sums80<Config>& sums, Tile tile) {
-      if constexpr (sizeof(T) == 2) {
-        if (!args.out_f32) return FinishAs<T>(args, call, smem, sums, tile);
+      if constexpr (Config::kNarrow) {
+        const int64_t row0 = static_cast<int64_t>(tile.m) * Config::kTileM;
+        // Always: without a branch ptxas spills registers in the main loop.
+        if (args.terms == 1) ToFloats<Config>(sums);
+        if (args.w_scale != nullptr) {
+          ScaleSums<Config>(sums, args.w_scale, static_cast<int64_t>(tile.n) * Config::kTileN,
+                            args.n, [&](int r) {
+                              const int64_t row = Min(row0 + r, args.rows.Total() - 1);
+                              return __ldg(args.x_scale + args.rows.Actual(row));
+                            });
+        }
       }
-      FinishAs<float>(args, call, smem, sums, tile);
+      WithResult<Config>(args.out_f32, args.out_f16,
+                         [&](auto u) { FinishAs<decltype(u)>(args, call, smem, sums, tile); });
     }
   };
 

@@ -271,6 +271,23 @@ def why_not_8_bits(arrays: Arrays, params: Any, machine: Machine) -> str | None:
     return why_imprecise(params.precision, params.scales, arrays[0].dtype)
 
 
+def why_not_scaled(arrays: Arrays, params: Any, machine: Machine) -> str | None:
+    """The same of an op whose portable kernels take 8 bits too."""
+    dtype = arrays[0].dtype
+    if not machine.on_gpus or dtype.itemsize > 1 or machine.arch >= gpu_code.HOPPER:
+        return why_not_8_bits(arrays, params, machine)
+    if why := why_not_portable(dtype, params.scales, machine.arch):
+        return why
+    return why_imprecise(params.precision, params.scales, dtype)
+
+
+def why_not_portable(dtype: np.dtype, scales: Scales, arch: int) -> str | None:
+    """Why portable code for `arch` does not take operands of 8 bits with such scales, or None."""
+    if scales.in_kernels.has_blocks:
+        return "scales of blocks are for Hopper's kernels alone"
+    return gpu_code.why_not_multiplied(dtype, arch)
+
+
 def why_imprecise(precision: Any, scales: Scales, dtype: np.dtype) -> str | None:
     """Why kernels that multiply 8 bits do not take a call with this precision and x of `dtype`, or
     None. With scales of blocks they add in float32; they add int8 in int32."""

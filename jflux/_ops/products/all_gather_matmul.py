@@ -877,7 +877,7 @@ _forms = _product_plan.Product(
     _unsupported,
     _why_decomposed,
     why_lax=_why_lax,
-    why_no_kernel=_product.why_not_8_bits,
+    why_no_kernel=_product.why_not_scaled,
     why_not_float32=_product_plan.why_not_tf32,
 )
 
@@ -961,7 +961,7 @@ def _canonical_epilogue(arrays: Arrays, params: Params, machine: Machine) -> Any
     if not machine.on_gpus and params.scales is Scales.OF_BLOCKS:
         return None
     rows = params.world * _product.total_rows(x)
-    if machine.on_gpus and (why := own.why_quantized_after(x, ws, rows)):
+    if machine.on_gpus and (why := own.why_quantized_after(x, ws, rows, machine.arch)):
         return functools.partial(
             _quantized_after, params=params, prepared=f"quantised after: {why}"
         )

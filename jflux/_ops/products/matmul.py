@@ -239,6 +239,15 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     return params.epilogue.why_quantized_after(x, ws, _product.total_rows(x))
 
 
+def _why_not_portable(arrays: Arrays, params: Params, platform: str) -> str | None:
+    x, *operands = arrays
+    ws, _ = _split(operands, params)
+    arch, own = gpu_code.arch_wanted(), params.epilogue
+    if why := _product.why_not_portable(x.dtype, own.scales, arch):
+        return why
+    return own.why_quantized_after(x, ws, _product.total_rows(x), arch)
+
+
 def _takes_quantized(call: Call, machine: Machine) -> Plan | None:
     return None if call.params.epilogue.quantize is None else plans.decomposed("")
 
@@ -292,15 +301,18 @@ def _plan(arrays: Arrays, params: Params) -> Plan | WhyNot:
     sizes = _sizes(arrays, params)
     tuned = tuning_tables.lookup(sizes.key, gpu_code.gpu_here())
     kernel = "jflux.config(always=True)" if _config.config.always else None
-    machine = Machine("cuda", sm_count=USUAL_SM_COUNT)
+    machine = Machine("cuda", sm_count=USUAL_SM_COUNT, arch=gpu_code.arch_wanted())
     if slower := _product_plan.why_slower(machine, lambda: None, tuned, kernel):
         return slower
-    if not isinstance(tuned, tuning_tables.Choice):
-        return Plan(Path.FUSED, "configuration of the heuristic", key=sizes.key)
-    call = sizes.native() | dataclasses.asdict(tuned)
+    call, of, is_portable = sizes.native(), "heuristic", machine.arch < gpu_code.HOPPER
+    if isinstance(tuned, tuning_tables.Choice):
+        call, of = call | dataclasses.asdict(tuned), "tuning table"
+    elif not is_portable:
+        return Plan(Path.FUSED, f"configuration of the {of}", key=sizes.key)
     native = machine.native_plan("all_gather_matmul", call)
-    config = {field.name: native[field.name] for field in dataclasses.fields(tuned)}
-    return Plan(Path.FUSED, "configuration of the tuning table", config, key=sizes.key)
+    names = [field.name for field in dataclasses.fields(tuning_tables.Choice)]
+    config = {name: native[name] for name in names + ["portable"] * is_portable}
+    return Plan(Path.FUSED, f"configuration of the {of}", config, key=sizes.key)
 
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
@@ -338,6 +350,7 @@ _primitive = make_primitive(
                 OP,
                 why_not=_why_not,
                 attributes=_attributes,
+                why_not_portable=_why_not_portable,
                 checked_on_gpus=True,
                 on_cpus=False,
                 is_optional=True,

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from ... import _native
-from ..._call import forms, plans
+from ..._call import forms, gpu_code, plans
 from ..._call.derivatives import Derivatives, differentiate, not_linear, spread
 from ..._call.forms import TRACED, Call, Op, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
@@ -695,7 +695,7 @@ _forms = _product_plan.Product(
     _unsupported,
     _why_decomposed,
     on_gpus=_product_plan.in_rank_order,
-    why_no_kernel=_product.why_not_8_bits,
+    why_no_kernel=_product.why_not_scaled,
     why_not_float32=_product_plan.why_not_tf32,
 )
 
@@ -769,7 +769,8 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
     foreign = residual is not None and residual.dtype != params.out_dtype
     if added and (not machine.on_gpus or foreign):
         return functools.partial(_with_sums_after, params=params, prepared=_product.EPILOGUE_AFTER)
-    if len(xs) > _product.most_weights(machine.platform):
+    one_term = xs[0].dtype.itemsize == 1 and machine.arch < gpu_code.HOPPER
+    if len(xs) > (1 if one_term else _product.most_weights(machine.platform)):
 
         def end_to_end(*operands: Any) -> Any:
             xs, ws, added = _terms(operands, params)

@@ -2,6 +2,7 @@
 // plans for Hopper never take them.
 #include "ops/all_gather_matmul/all_gather_matmul.h"
 #include "ops/grouped_matmul/grouped_matmul.h"
+#include "ops/matmul/matmul.h"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
 #include "runtime/kernels_cuda.h"
 
@@ -18,12 +19,17 @@ bool NotSimulated(std::string* error) {
 bool RunsFloat8Code() { return false; }
 
 bool LoadAllGatherMatmulKernels80(std::string*) { return true; }
+bool LoadMatmulKernels80(std::string*) { return true; }
 bool LoadMatmulReduceScatterKernels80(std::string*) { return true; }
 bool LoadGroupedMatmulKernels80(std::string*) { return true; }
 
 bool LaunchAllGatherMatmul80(const AllGatherMatmulParams&, const AllGatherMatmulOperands&,
                              const ProductPlan&, int64_t, const CudaDevice&, const SymmetricView&,
                              cudaStream_t, std::string* error) {
+  return NotSimulated(error);
+}
+bool LaunchMatmul80(const AllGatherMatmulParams&, const AllGatherMatmulOperands&, const GemmChoice&,
+                    int, cudaStream_t, std::string* error) {
   return NotSimulated(error);
 }
 bool LaunchMatmulReduceScatter80(const MatmulReduceScatterParams&,
