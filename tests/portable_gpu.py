@@ -33,8 +33,10 @@ import time
 
 TESTS = pathlib.Path(__file__).resolve().parent
 ROOT = TESTS.parent
-#: Tests that expect what portable code leaves to XLA: norms, and heads of 256 elements (shape2).
+#: Tests that expect what portable code leaves to XLA: norms, heads of 256 elements (shape2), and
+#: what is computed as it is quantised, or quantised again.
 LEFT_OUT = "not norm and not what_follows and not shape2 and not beside_other_collectives"
+LEFT_OUT += " and not computed and not again"
 
 CODE = """
 import jax, jflux
@@ -95,7 +97,7 @@ def commands(minutes: float) -> dict[str, tuple[list[str], bool]]:
     ]
     files = {
         "collectives": ["all_reduce", "exchange", "ragged_all_to_all"],
-        "local": ["moe_gate", "moe_rows", "flash_decode_half"],
+        "local": ["moe_gate", "moe_rows", "flash_decode_half", "quantize"],
     }
     stress = ["-m", "jflux.stress", "--unchecked", "--deadline-seconds", "20"]
     missing = [str(TESTS / "test_faults.py"), "-k", "missing_from_a_butterfly"]

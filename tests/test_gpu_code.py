@@ -34,7 +34,7 @@ PORTABLE_OPS = (
     "activation_gradient", "all_gather", "all_gather_matmul", "all_reduce", "all_to_all",
     "decode_merge", "flash_decode", "grouped_matmul", "grouped_matmul_dw", "matmul",
     "matmul_reduce_scatter", "moe_combine", "moe_dispatch", "moe_gate", "moe_gate_gradient",
-    "moe_route", "moe_rows", "ragged_all_to_all", "reduce_scatter",
+    "moe_route", "moe_rows", "quantize", "ragged_all_to_all", "reduce_scatter",
 )  # fmt: skip
 
 

@@ -274,6 +274,23 @@ def test_the_plan(monkeypatch, lowered_without_gpus):
         (call,), text = lowered_without_gpus(f, x)
         assert call.op == "quantize" and call.plan.path == Path.FUSED
         assert "@jflux_quantize(" in text and "block = dense<[1, -1]>" in text
+    monkeypatch.setattr(gpu_code, "arch_here", lambda: gpu_code.PORTABLE)
+    with jflux.config(unchecked_kernels=True):
+        (call,), _ = lowered_without_gpus(quantize, x)
+        assert call.plan.path == Path.FUSED and "in portable code" in call.plan.reason
+        once = jflux.quantize(x, E4M3, block=(1, 128))
+
+        def again(x):
+            return _quantize.transposed(x, E4M3, (1, 128), True)
+
+        (call,), _ = lowered_without_gpus(again, once)
+        assert "only Hopper's kernels quantise again" in call.plan.reason
+        form = jflux.Format(E4M3, (1, 128))
+        (call, *_), _ = lowered_without_gpus(
+            lambda x: _quantize_computed.activated(Epilogue((False,), "relu"), [x], form), x
+        )
+        assert "only Hopper's kernels compute what they quantise" in call.plan.reason
+    monkeypatch.setattr(gpu_code, "arch_here", lambda: gpu_code.HOPPER)
     split = jax.device_put(x, jax.NamedSharding(mesh, P("tp")))
     (call,), text = lowered_without_gpus(quantize, split)
     assert call.plan.reason == "XLA splits the program over devices"

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "core/format.h"
+#include "core/numbers.h"
 #include "core/platform.h"
 
 namespace jflux::quantize {
@@ -88,8 +89,17 @@ __device__ __forceinline__ uint32_t Rounded(float a, float b) {
     const int high = Max(-127, Min(127, __float2int_rn(b)));
     return (low & 0xff) | (high & 0xff) << 8;
   } else {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+    // No instruction converts to float8, and CUDA's header does it by way of float64.
+    const auto bits_of = [](float x) -> uint32_t {
+      constexpr float kLargest = LargestOf(kValues);
+      return Number<kValues>::From(x > kLargest ? kLargest : x < -kLargest ? -kLargest : x).bits;
+    };
+    return bits_of(a) | bits_of(b) << 8;
+#else
     constexpr auto kType = kValues == DType::kF8E4M3FN ? __NV_E4M3 : __NV_E5M2;
     return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, kType);
+#endif
   }
 }
 

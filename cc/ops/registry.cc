@@ -41,7 +41,7 @@
   FOLDER(MoeGate, kPortable, OP(MoeGate) OP(MoeGateGradient))                                   \
   FOLDER(MoeRoute, kPortable, OP(MoeRoute))                                                     \
   FOLDER(MoeRows, kPortable, OP(MoeRows))                                                       \
-  FOLDER(Quantize, kHopper, OP(Quantize))
+  FOLDER(Quantize, kPortable, OP(Quantize))
 
 namespace jflux {
 

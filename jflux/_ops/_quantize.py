@@ -322,6 +322,11 @@ def why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     return None
 
 
+def why_not_portable(arrays: Arrays, params: Any, platform: str) -> str | None:
+    """The same of code for other GPUs than Hopper's. `params`: or those of a call for groups."""
+    return "only Hopper's kernels quantise again" if params.again else None
+
+
 def attributes(
     params: Params,
     source: int = 0,
@@ -372,6 +377,7 @@ _primitive = make_primitive(
                 OP,
                 why_not=why_not,
                 attributes=lambda arrays, params, plan: attributes(params),
+                why_not_portable=why_not_portable,
                 checked_on_gpus=True,
                 on_cpus=False,
                 is_optional=True,

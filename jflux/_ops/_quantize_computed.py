@@ -172,6 +172,12 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     return _quantize.why_not([arrays[-1]], params.plain, platform)
 
 
+def _why_not_portable(arrays: Arrays, params: Params, platform: str) -> str | None:
+    if params.source is Source.PAIR:
+        return None
+    return "only Hopper's kernels compute what they quantise"
+
+
 def _attributes(arrays: Arrays, params: Params, plan: Any) -> dict[str, Any]:
     number = _native.number_of(params.activation, _native.ACTIVATIONS)
     return _quantize.attributes(params.plain, params.source, number)
@@ -192,6 +198,7 @@ def _make(aliases: Mapping[int, int]) -> Primitive:
                 _quantize.OP,
                 why_not=_why_not,
                 attributes=_attributes,
+                why_not_portable=_why_not_portable,
                 checked_on_gpus=True,
                 on_cpus=False,
                 is_optional=True,

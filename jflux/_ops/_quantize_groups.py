@@ -183,6 +183,7 @@ _primitive = make_primitive(
                 _quantize.OP,
                 why_not=_why_not,
                 attributes=_attributes,
+                why_not_portable=_quantize.why_not_portable,
                 checked_on_gpus=True,
                 on_cpus=False,
                 is_optional=True,

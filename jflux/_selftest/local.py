@@ -184,7 +184,32 @@ def _grouped(
     return y, dx, np.stack([rows.T @ others for rows, others in zip(*parts, strict=True)])
 
 
-KINDS = (route, rows, gate, decode, grouped)
+def scaled(rng: np.random.Generator) -> None:
+    types = [np.dtype(t) for t in (jnp.int8, jnp.float8_e4m3fn)]
+    if jax.default_backend() == "gpu" and (arch := gpu_code.arch_here()) < gpu_code.HOPPER:
+        types = [t for t in types if gpu_code.why_not_multiplied(t, arch) is None]
+    dtype = types[rng.integers(len(types))]
+    m, k, n = (16 * int(rng.choice([1, 8, 17, 40])) for _ in "mkn")
+    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in [(m, k), (n, k)])
+
+    def both(x: Any, w: Any) -> Any:
+        operands = [jflux.quantize(a, dtype, block=(1, -1)) for a in (x, w)]
+        y = jflux.matmul(*operands, transpose_rhs=True)
+        return y, *((one.values.astype(jnp.float32), one.scale) for one in operands)
+
+    y, *found = _run("quantize matmul", both, x, w)
+    for a, (values, scale) in zip((x, w), found, strict=True):
+        most = np.float32(127 if dtype == np.int8 else jnp.finfo(dtype).max)
+        of_rows = np.abs(a).max(-1, keepdims=True) / most
+        ratio = np.clip(a / of_rows, -most, most)
+        ratio = np.round(ratio) if dtype == np.int8 else ratio
+        _same("quantize", scale, of_rows)
+        _same("quantize", values, ratio.astype(dtype).astype(np.float32))
+    x, w = (np.multiply(*one, dtype=np.float64) for one in found)
+    testing.assert_close(y, x @ w.T, np.abs(x) @ np.abs(w).T, y.dtype, k)
+
+
+KINDS = (route, rows, gate, decode, grouped, scaled)
 
 
 def check(seed: int, calls: int = CALLS) -> int:

@@ -23,10 +23,15 @@
 //
 //   Pass::kGiven    each tile adds its maxima, and rounds
 //   Pass::kRepair   rounds again where the scale is not the given one
+//
+// Portable code has what is given alone (QuantizeSource::kGiven and kPair), and nothing again: the
+// others are steps of recipes whose products are Hopper's. To be compiled in less time it takes
+// every scale for an unusual one.
 #include <cuda_fp8.h>
 
 #include "gpu/activation.cuh"
 #include "gpu/group_blocks.cuh"
+#include "gpu/machine.h"
 #include "gpu/ptx.cuh"
 #include "gpu/quantize.cuh"
 #include "gpu/types.cuh"
@@ -37,6 +42,12 @@ namespace jflux {
 namespace {
 
 using namespace quantize;
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kIsPortable = true;
+#else
+constexpr bool kIsPortable = false;
+#endif
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kTile = kQuantizeTile;
 // Elements of a row that a thread has together.
@@ -108,7 +119,12 @@ struct Chunk {
     return words[i] & (kWide ? 0x7fffffff : 0x7fff7fff);
   }
   static __device__ __forceinline__ uint32_t MaxMagnitudes(uint32_t a, uint32_t b) {
-    return kWide ? MaxWord(a, b) : ptx::MaxHalves(a, b);
+    if constexpr (kWide) return MaxWord(a, b);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    return __vmaxu2(a, b);
+#else
+    return ptx::MaxHalves(a, b);
+#endif
   }
   // The largest magnitude of all elements.
   __device__ __forceinline__ uint32_t Largest() const {
@@ -252,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3)
       }
     }
   };
-  if (scale.IsUsual(most)) {
+  if (!kIsPortable && scale.IsUsual(most)) {
     round(std::true_type{});
   } else {
     round(std::false_type{});
@@ -514,7 +530,7 @@ __device__ __forceinline__ void QuantizeTile(const QuantizeArgs& args, const Til
   const Scale scale = ScaleOf<kValues>(magnitude, p.power_of_two, given);
   if (has_scale && place.is_of_block) result.scale[place.index] = scale.scale;
   shared.SetScale(transposed, at, scale);
-  if (__syncthreads_and(scale.IsUsual(magnitude))) {
+  if (__syncthreads_and(!kIsPortable && scale.IsUsual(magnitude)) && !kIsPortable) {
     if (p.copy) RoundTile<true, kValues, T>(args, tile, part, x, shared);
     if (p.transpose) RoundTransposed<true, kValues, T>(args, tile, part, x, shared);
   } else {
@@ -548,6 +564,7 @@ __device__ __forceinline__ bool MoveToGroup(const QuantizeArgs& args, Tile* tile
 template <typename T, DType kValues>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2)
     QuantizeTilesKernel(const __grid_constant__ QuantizeArgs args) {
+  if constexpr (kIsPortable && sizeof(T) == 1) return Trap();  // LaunchQuantize refuses the call
   JFLUX_DYNAMIC_SHARED(TileStorage, alignof(TileStorage), storage);
   TileStorage& shared = *storage;
   const QuantizeParams& p = args.params;
@@ -647,6 +664,7 @@ __device__ __forceinline__ void Compute(const QuantizeArgs& args, const Tile& ti
 template <typename T, DType kValues, int kParts>
 __global__ void __launch_bounds__(kThreads, 2)
     QuantizeComputedKernel(const __grid_constant__ QuantizeArgs args) {
+  if constexpr (kIsPortable) return Trap();  // LaunchQuantize refuses the call
   JFLUX_DYNAMIC_SHARED(TileStorage, alignof(TileStorage), storage);
   const Tile tile = TileOf(args, blockIdx.x);
   ChunksOfThread<T> x[kParts];
@@ -721,6 +739,12 @@ bool LaunchQuantize(const QuantizeParams& p, const QuantizeArrays& arrays, cudaS
       (p.transpose && p.TransposedColumns() % kQuantizeMultiple != 0) || p.block.columns == 1 ||
       p.rows > INT32_MAX || p.columns > INT32_MAX || p.groups > kMostGroups) {
     *error = "the kernels do not take such a call";
+    return false;
+  }
+  int arch = 0;
+  if (!LoadedArch(&arch, error)) return false;
+  if (arch < kHopperArch && (p.again || (!is_given && !is_pair))) {
+    *error = "only Hopper's kernels take such a call";
     return false;
   }
   if (!LoadOnce(LoadQuantizeKernels, error)) return false;
