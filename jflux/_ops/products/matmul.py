@@ -49,8 +49,9 @@ def matmul(
     of k are summed and multiplied so by themselves, and the products added in float32 (DeepSeek-V3,
     arXiv 2412.19437, section 3.3.2). On Hopper a kernel does it for float8_e4m3fn and an x of
     float8_e5m2, and without blocks for int8, where k and n are multiples of 16; a w [k, n] is
-    transposed first. What it does not take, and operands without scales, are `lax.dot_general`'s,
-    blocks in a loop.
+    transposed first. On other GPUs one does it without blocks, for float8 from compute capability
+    8.9 on. What it does not take, and operands without scales, are `lax.dot_general`'s, blocks in a
+    loop.
 
     Args:
       x: [..., m, k]; an array or a :class:`jflux.Scaled`, or what stands for one: a pair (values,
