@@ -218,6 +218,19 @@ struct Fragments80Of {
       ptx::StoreGlobal16(slot + At(m16) + v * 32 * kVectorBytes, vector);
     }
   }
+  // Rounds the sums as Store does.
+  static __device__ __forceinline__ void Round(Sums80<Config>& sums, int m16) {
+    if constexpr (sizeof(U) == 2) {
+#pragma unroll
+      for (auto& four : sums[m16]) {
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          const float2 two = Unpack<U>(Pack<U>(four[i], four[i + 1]));
+          four[i] = two.x, four[i + 1] = two.y;
+        }
+      }
+    }
+  }
   static __device__ __forceinline__ void Add(Sums80<Config>& sums, int m16, const char* slot) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {

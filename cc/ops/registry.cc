@@ -22,7 +22,7 @@
   FOLDER(Matmul, kPortable, OP(Matmul))                                                         \
   FOLDER(MatmulReduceScatter, kPortable, OP(MatmulReduceScatter))                               \
   FOLDER(MatmulAllToAll, kHopper, OP(MatmulAllToAll))                                           \
-  FOLDER(MatmulAllReduce, kHopper, OP(MatmulAllReduce))                                         \
+  FOLDER(MatmulAllReduce, kPortable, OP(MatmulAllReduce))                                       \
   FOLDER(AllToAllMatmul, kHopper, OP(AllToAllMatmul))                                           \
   FOLDER(AllReduce, kPortable, OP(AllReduce))                                                   \
   FOLDER(Exchange, kPortable, OP(AllGather) OP(AllToAll) OP(ReduceScatter))                     \

@@ -313,7 +313,7 @@ def large_sum(rng: random.Random, place: Place, *, has_scales: bool | None = Non
     slow = place.platform == "cpu"
     k = rng.choice([8, 13] if slow else [64, 136, 392])
     if has_scales is None:
-        has_scales = not slow and rng.random() < 0.5
+        has_scales = not slow and not gpu_code.runs_portable() and rng.random() < 0.5
     by_block = has_scales and rng.random() < 0.5
     of_x = of_w = dtype
     if has_scales:

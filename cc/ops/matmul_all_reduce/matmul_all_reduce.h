@@ -145,23 +145,25 @@ inline bool AreFewRows(const MatmulAllReduceParams& p) {
 inline constexpr OpFormats kMatmulAllReduceFormats{
     kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
     SetOf(DType::kF16, DType::kBF16)};
-inline std::string WhyNoKernel(const MatmulAllReduceParams& p, FormatSet machine = kWgmmaFormats) {
+inline std::string WhyNoKernel(const MatmulAllReduceParams& p, bool portable) {
   const MatmulReduceScatterParams& s = p.scatter;
   if (!AreFewRows(p) && s.rows.inner % kGemmTileM != 0) {
     return "each rank must have a multiple of 128 rows (two ranks: or up to 128 rows in all)";
   }
-  return WhyNotOperands(kMatmulAllReduceFormats, machine, s.dtype, s.DTypeOfW(), s.out_dtype, s.k,
-                        s.n, s.transpose_rhs);
+  return WhyNotOperands(kMatmulAllReduceFormats, FormatsOfLoop(portable), s.dtype, s.DTypeOfW(),
+                        s.out_dtype, s.k, s.n, s.transpose_rhs);
 }
 
 inline MatmulAllReduceLayout CudaLayoutOf(const MatmulAllReduceParams& p, const GemmChoice& c) {
   return MatmulAllReduceLayout::Make(p, kGemmTileM, c.tile_n, /*signals_per_slot=*/kGemmTileM / 64);
 }
 
+// The portable main loop sends whole tiles.
 inline FewRowsLayout FewRowsLayoutOf(const MatmulAllReduceParams& p, const GemmChoice& c) {
   const MatmulReduceScatterParams& s = p.scatter;
   return FewRowsLayout::Make(static_cast<int32_t>(CeilDiv<int64_t>(s.n, c.tile_n)) * c.splits,
-                             c.tile_n / c.splits, s.rows.Total(), SizeOf(s.out_dtype));
+                             c.tile_n / c.splits, c.portable ? kGemmTileM : s.rows.Total(),
+                             SizeOf(s.out_dtype));
 }
 
 // The workspaces that a call takes, on a CPU and on a GPU.
@@ -216,13 +218,35 @@ inline int32_t AllReduceSenders(const MatmulAllReduceParams& p, const Machine& m
   return warps == 0 ? 0 : Min<int32_t>(Max(16, warps), MostSenders(kOfStoreWarp, machine));
 }
 
+// The product whose sums `rank` scatters into its rows of y.
+inline MatmulReduceScatterOperands OwnRowsOf(const MatmulAllReduceParams& params,
+                                             const MatmulAllReduceArrays& arrays, int rank) {
+  const MatmulReduceScatterParams& p = params.scatter;
+  const int64_t own = rank * p.rows.PerRank() * p.n * SizeOf(p.out_dtype);  // bytes
+  MatmulReduceScatterOperands scattered{};
+  scattered.products[0] = {arrays.x, arrays.w, p.k};
+  scattered.terms = 1;
+  scattered.y = static_cast<char*>(arrays.y) + own;
+  if (arrays.residual != nullptr) {
+    scattered.residual = static_cast<const char*>(arrays.residual) + own;
+  }
+  return scattered;
+}
+
 // Enqueues the call on `stream`.
 bool LaunchMatmulAllReduce(const MatmulAllReduceParams& params, const MatmulAllReduceArrays& arrays,
                            const ProductPlan& plan, int64_t site, const CudaDevice& device,
                            const SymmetricView& view, cudaStream_t stream, std::string* error);
 
+// The same by the portable main loop.
+bool LaunchMatmulAllReduce80(const MatmulAllReduceParams& params,
+                             const MatmulAllReduceArrays& arrays, const ProductPlan& plan,
+                             int64_t site, const CudaDevice& device, const SymmetricView& view,
+                             cudaStream_t stream, std::string* error);
+
 // Loads the kernels on the current device.
 bool LoadMatmulAllReduceKernels(std::string* error);
+bool LoadMatmulAllReduceKernels80(std::string* error);
 
 }  // namespace jflux
 

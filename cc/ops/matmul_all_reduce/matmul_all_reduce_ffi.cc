@@ -18,7 +18,14 @@ bool PlanMatmulAllReduce(CallReader& reader, const Machine& machine, Fields* pla
     *plan = CpuPlan(MatmulAllReduceCpuWorkspace(p).TotalBytes());
     return true;
   }
-  if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine)), why_not)) return false;
+  const bool portable = IsForPortable(machine);
+  if (!IsPlannable(call, WhyNoKernel(p, portable), why_not)) return false;
+  if (portable) {
+    const GemmChoice choice = ChoosePortable(p.scatter.rows.world, p.scatter.rows.inner, machine);
+    *plan = ProductPlan{choice, /*senders=*/0, MatmulAllReduceWorkspace(p, choice).TotalBytes()}
+                .AsFields();
+    return true;
+  }
   const GemmChoice wanted =
       call.given.value_or(ChooseAllReduce(p.scatter.rows.world, p.scatter.rows.inner, call.n,
                                           call.k, call.dtype, machine, call.transpose_rhs));
@@ -77,10 +84,9 @@ struct CallOnCuda : PlannedCall<kMatmulAllReduceId, LaunchMatmulAllReduce> {
                    ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y) {
     const std::string why = ReadOperands(a, this, x, w, rest, *y);
     if (!why.empty()) return why;
-    return ReadPlan(a) && WhyNoKernel(p).empty() &&
-                   plan.choice == Possible(p, plan.choice, arrays.scales)
-               ? ""
-               : kNoKernel;
+    if (!ReadPlan(a) || !WhyNoKernel(p, plan.choice.portable).empty()) return kNoKernel;
+    if (plan.choice.portable) return arrays.scales == Scales::kNone ? "" : kNoKernel;
+    return plan.choice == Possible(p, plan.choice, arrays.scales) ? "" : kNoKernel;
   }
   int64_t WorkspaceBytes() const { return MatmulAllReduceWorkspace(p, plan.choice).TotalBytes(); }
 };

@@ -62,25 +62,25 @@ bool LaunchFew(const MatmulAllReduceParams& params, const MatmulAllReduceArrays&
 }  // namespace
 
 bool LoadMatmulAllReduceKernels(std::string* error) {
-  return LoadGemmInstances<Instances>(error) && LoadGemmInstances<FewRowsInstances>(error);
+  return LoadBothLoops(
+      [](std::string* why) {
+        return LoadGemmInstances<Instances>(why) && LoadGemmInstances<FewRowsInstances>(why);
+      },
+      LoadMatmulAllReduceKernels80, error);
 }
 
 bool LaunchMatmulAllReduce(const MatmulAllReduceParams& params, const MatmulAllReduceArrays& arrays,
                            const ProductPlan& plan, int64_t site, const CudaDevice& device,
                            const SymmetricView& view, cudaStream_t stream, std::string* error) {
   const GemmChoice& choice = plan.choice;
+  if (choice.portable) {
+    return LaunchMatmulAllReduce80(params, arrays, plan, site, device, view, stream, error);
+  }
   if (AreFewRows(params)) {
     return LaunchFew(params, arrays, choice, site, device, view, stream, error);
   }
   const MatmulReduceScatterParams& p = params.scatter;
-  const int64_t own = view.rank * p.rows.PerRank() * p.n * SizeOf(p.out_dtype);  // bytes
-  MatmulReduceScatterOperands scattered{};
-  scattered.products[0] = {arrays.x, arrays.w, p.k};
-  scattered.terms = 1;
-  scattered.y = static_cast<char*>(arrays.y) + own;
-  if (arrays.residual != nullptr) {
-    scattered.residual = static_cast<const char*>(arrays.residual) + own;
-  }
+  MatmulReduceScatterOperands scattered = OwnRowsOf(params, arrays, view.rank);
   scattered.x_scale = arrays.x_scale;
   scattered.w_scale = arrays.w_scale;
   MatmulAllReduceArgs args{};

@@ -96,11 +96,11 @@ struct MatmulReduceScatterSm80 {
   }
 
   struct Epilogue {
-    // Of a result type, which also travels.
+    // Sends a tile's sums of other ranks' rows, of type U, to their owners, and adds the peers'
+    // sums of local rows. False: the tile has none.
     template <typename U>
-    static __device__ __forceinline__ void FinishAs(const Args& args, const CallContext& call,
-                                                    uint32_t smem, Sums80<Config>& sums,
-                                                    Tile tile) {
+    static __device__ __forceinline__ bool SumOverRanks(const Args& args, const CallContext& call,
+                                                        Sums80<Config>& sums, Tile tile) {
       using F = Fragments80Of<U, Config>;
       const int rank = args.view.rank;
       const int64_t row0 = static_cast<int64_t>(tile.m) * Config::kTileM;
@@ -126,7 +126,7 @@ struct MatmulReduceScatterSm80 {
           call.Done(EventKind::kSend, start, owners.first, tile.m);
         }
       }
-      if (!receives) return;
+      if (!receives) return false;
       const uint64_t start = call.Start();
       if (threadIdx.x < 32) {  // a lane for each peer
         const int src = static_cast<int>(threadIdx.x);
@@ -137,6 +137,7 @@ struct MatmulReduceScatterSm80 {
       }
       __syncthreads();
       if (threadIdx.x == 0) call.Done(EventKind::kWaitPartials, start, tile.m, tile.n);
+#pragma unroll 1
       for (int src = 0; src < args.view.world; ++src) {
         if (src == rank) continue;
         const char* slot = SlotOf(args, call, rank, src, tile);
@@ -147,22 +148,47 @@ struct MatmulReduceScatterSm80 {
           if (of.first <= rank && rank <= of.last) F::Add(sums, i, slot);
         }
       }
+      return true;
+    }
+
+    // Adds the bias and the residual to a tile's sums, and calls
+    // f(results, row of the tile, row of y, first column) for those of y's rows 0 .. rows - 1.
+    // `row0`: the tile's first row as a row of y.
+    template <typename U, typename F>
+    static __device__ __forceinline__ void ForResults(const Args& args, uint32_t smem,
+                                                      const Sums80<Config>& sums, Tile tile,
+                                                      int64_t row0, int64_t rows_of_y, F&& f) {
       using Rows = StagedRows<Config>;
       const int64_t n0 = static_cast<int64_t>(tile.n) * Config::kTileN;
-      const int64_t first_local = rank * args.rows.PerRank();
       ForStagedRows<Config>(sums, smem, [&](const Rows& rows) {
         rows.template ForEach<Rows::kGroups>([&](int r, int group) {
-          const int64_t row = row0 + rows.first_row + r - first_local;
+          const int64_t row = row0 + rows.first_row + r;
           const int64_t c = n0 + rows.first_column + group * Columns8::kCount;
-          if (row < 0 || row >= args.rows.PerRank() || c >= args.n) return;
+          if (row < 0 || row >= rows_of_y || c >= args.n) return;
           Columns8 y = rows.Get(r, group);
           y.AddBias(args.bias, c, args.n);
           if (args.residual != nullptr) {
             y.Add(static_cast<const U*>(args.residual) + row * args.n, c, args.n);
           }
-          y.Store(static_cast<U*>(args.y) + row * args.n, c, args.n);
+          f(y, rows.first_row + r, row, c);
         });
       });
+    }
+    // A tile's first row as a row of y.
+    static __device__ int64_t LocalRow(const Args& args, Tile tile) {
+      return static_cast<int64_t>(tile.m) * Config::kTileM - args.view.rank * args.rows.PerRank();
+    }
+
+    // Of a result type, which also travels.
+    template <typename U>
+    static __device__ __forceinline__ void FinishAs(const Args& args, const CallContext& call,
+                                                    uint32_t smem, Sums80<Config>& sums,
+                                                    Tile tile) {
+      if (!SumOverRanks<U>(args, call, sums, tile)) return;
+      ForResults<U>(args, smem, sums, tile, LocalRow(args, tile), args.rows.PerRank(),
+                    [&](const Columns8& y, int, int64_t row, int64_t c) {
+                      y.Store(static_cast<U*>(args.y) + row * args.n, c, args.n);
+                    });
     }
 
     static __device__ __forceinline__ void Finish(const Args& args, const CallContext& call,
@@ -190,6 +216,37 @@ struct MatmulReduceScatterSm80 {
 };
 
 JFLUX_GEMM_KERNEL_80(MatmulReduceScatter);
+
+// The arguments that follow from a call.
+inline MatmulReduceScatterArgs80 ScatterArgs80(const MatmulReduceScatterParams& p,
+                                               const MatmulReduceScatterOperands& operands,
+                                               const GemmChoice& choice, const CudaDevice& device,
+                                               const SymmetricView& view) {
+  MatmulReduceScatterArgs80 args{};
+  args.state = device.state;
+  args.view = view;
+  args.rows = p.rows;
+  args.layout = CudaLayoutOf(p, choice);
+  args.workspace = args.layout.Workspace();
+  const TileGrid grid = GridOf(choice, p.rows.Total(), p.n, device.sm_count);
+  args.order = ScatterOrder::Make(grid, view.rank, p.rows.world, p.rows.PerRank(), kGemmTileM);
+  args.num_tiles = grid.tiles_m * grid.tiles_n;
+  args.terms = operands.terms;
+  for (int i = 0; i < args.terms; ++i) {
+    args.x[i] = operands.products[i].x;
+    args.w[i] = operands.products[i].w;
+    args.k[i] = operands.products[i].k;
+  }
+  args.n = p.n;
+  args.out_f32 = p.out_dtype == DType::kF32;
+  args.out_f16 = SizeOf(p.dtype) == 1 && p.out_dtype == DType::kF16;
+  args.x_scale = operands.x_scale;
+  args.w_scale = operands.w_scale;
+  args.bias = operands.bias;
+  args.residual = operands.residual;
+  args.y = operands.y;
+  return args;
+}
 
 }  // namespace jflux
 

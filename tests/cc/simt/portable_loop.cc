@@ -3,6 +3,7 @@
 #include "ops/all_gather_matmul/all_gather_matmul.h"
 #include "ops/grouped_matmul/grouped_matmul.h"
 #include "ops/matmul/matmul.h"
+#include "ops/matmul_all_reduce/matmul_all_reduce.h"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
 #include "runtime/kernels_cuda.h"
 
@@ -22,6 +23,7 @@ bool LoadAllGatherMatmulKernels80(std::string*) { return true; }
 bool LoadMatmulKernels80(std::string*) { return true; }
 bool LoadMatmulReduceScatterKernels80(std::string*) { return true; }
 bool LoadGroupedMatmulKernels80(std::string*) { return true; }
+bool LoadMatmulAllReduceKernels80(std::string*) { return true; }
 
 bool LaunchAllGatherMatmul80(const AllGatherMatmulParams&, const AllGatherMatmulOperands&,
                              const ProductPlan&, int64_t, const CudaDevice&, const SymmetricView&,
@@ -36,6 +38,11 @@ bool LaunchMatmulReduceScatter80(const MatmulReduceScatterParams&,
                                  const MatmulReduceScatterOperands&, const ProductPlan&, int64_t,
                                  const CudaDevice&, const SymmetricView&, cudaStream_t,
                                  std::string* error) {
+  return NotSimulated(error);
+}
+bool LaunchMatmulAllReduce80(const MatmulAllReduceParams&, const MatmulAllReduceArrays&,
+                             const ProductPlan&, int64_t, const CudaDevice&, const SymmetricView&,
+                             cudaStream_t, std::string* error) {
   return NotSimulated(error);
 }
 bool LaunchGroupedMatmul80(const GroupedMatmulParams&, const GroupedMatmulArrays&, cudaStream_t,
