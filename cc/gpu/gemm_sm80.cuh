@@ -175,6 +175,7 @@ __device__ __forceinline__ void RunGemm80(const typename Op::Args& args) {
     if (leads) call.Done(EventKind::kEpilogue, start, tile.m, tile.n);
   }
   Exchange::Finally(args, call);
+  __syncthreads();  // no warp of the CTA takes more work
   if (leads) {
     Exchange::LeaveCounters(args);
     Exchange::Leave(args, call);
@@ -191,7 +192,7 @@ struct PeerExchange80 : PeerExchange {
   using Rows = AllRows80;
   template <typename... Any>
   static __device__ __forceinline__ void Finally(const Any&...) {}
-  // One warp of each CTA takes work.
+  // One thread of each CTA, when all have taken their last.
   template <typename Args>
   static __device__ __forceinline__ void LeaveCounters(const Args& args) {
     jflux::LeaveCounters<1>(args, [](WorkspaceHeader*) {});
