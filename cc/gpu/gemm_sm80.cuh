@@ -4,7 +4,8 @@
 // roles:
 //
 //   policy     decides                              functions
-//   Schedule   which tile comes next                Next(args, last) -> t (gpu/gemm_schedule.cuh)
+//   Schedule   which tile comes next                Schedule(args, smem): after Send
+//                                                   Next(args, last) -> t (gpu/gemm_schedule.cuh)
 //                                                   Find(args, t) -> Tile, or kNoTile80: a full
 //                                                   warp; t only grows
 //   Operands   where A and B lie                    Terms(args)
@@ -16,8 +17,10 @@
 //   Epilogue   what becomes of a tile's sums        Finish(args, call, staging, sums, tile): all
 //                                                   threads, which have left the tile's stages
 //   Exchange   what passes between this rank and    of gpu/gemm_exchange.cuh: Send and Finally
-//              others                               (args, call) by all threads, before the first
-//                                                   tile and after the last; Rows, of one warp
+//              others                               (args, call, smem) by all threads, before the
+//                                                   first tile and after the last; Rows, of one
+//                                                   warp. The launcher may ask for more smem than
+//                                                   stages: behind them it is the op's
 //
 // A CTA takes a tile from the counter, waits for its rows, multiplies, and finishes it. Nothing of
 // one tile overlaps with the next in a CTA: two CTAs share an SM, and one multiplies while the
@@ -47,6 +50,8 @@ inline constexpr Tile kNoTile80{-1, 0};
 // The schedule of args.num_tiles tiles whose order is known.
 template <typename Numbers>
 struct OrderedTiles80 : Numbers {
+  template <typename... Any>
+  __device__ explicit OrderedTiles80(const Any&...) {}
   template <typename Args>
   __device__ __forceinline__ Tile Find(const Args& args, int32_t t) const {
     return t < args.num_tiles ? args.order.At(t) : kNoTile80;
@@ -148,8 +153,8 @@ __device__ __forceinline__ void RunGemm80(const typename Op::Args& args) {
     Exchange::Enter(args);
     Exchange::CheckAlone(args, call);
   }
-  Exchange::Send(args, call);
-  typename Op::Schedule schedule;  // the first warp's
+  Exchange::Send(args, call, smem);
+  typename Op::Schedule schedule(args, smem);  // the first warp's
   const bool finds = threadIdx.x < 32;
   int32_t next = -1;
   if (leads) next = Op::Schedule::template Next<1>(args, next);
@@ -174,7 +179,7 @@ __device__ __forceinline__ void RunGemm80(const typename Op::Args& args) {
     Op::Epilogue::Finish(args, call, smem, sums, tile);
     if (leads) call.Done(EventKind::kEpilogue, start, tile.m, tile.n);
   }
-  Exchange::Finally(args, call);
+  Exchange::Finally(args, call, smem);
   __syncthreads();  // no warp of the CTA takes more work
   if (leads) {
     Exchange::LeaveCounters(args);

@@ -27,8 +27,8 @@
   FOLDER(AllReduce, kPortable, OP(AllReduce))                                                   \
   FOLDER(Exchange, kPortable, OP(AllGather) OP(AllToAll) OP(ReduceScatter))                     \
   FOLDER(RaggedAllToAll, kPortable, OP(RaggedAllToAll))                                         \
-  FOLDER(AllGatherGroupedMatmul, kHopper, OP(AllGatherGroupedMatmul))                           \
-  FOLDER(GroupedMatmulReduceScatter, kHopper, OP(GroupedMatmulReduceScatter))                   \
+  FOLDER(AllGatherGroupedMatmul, kPortable, OP(AllGatherGroupedMatmul))                         \
+  FOLDER(GroupedMatmulReduceScatter, kPortable, OP(GroupedMatmulReduceScatter))                 \
   FOLDER(MoeDispatch, kPortable, OP(MoeDispatch) OP(MoeCombine))                                \
   FOLDER(DecodeMerge, kPortable, OP(DecodeMerge))                                               \
   FOLDER(AllGatherAttention, kHopper, OP(AllGatherAttention))                                   \

@@ -1,5 +1,6 @@
 // The compiled kernels of the portable main loop (gpu/gemm_sm80.cuh), shared by all ops: formats x
-// layout of w. An op's Kernels80 have Kernel<Config>().
+// layout of w. An op's Kernels80 have Kernel<Config>(). `table_bytes`: the op's own shared memory,
+// behind the stages.
 //
 // Those for float8 are compiled in a file of their own, whose name ends in _sm89: it has
 // JFLUX_FLOAT8_INSTANCES, and the op's other files have JFLUX_FLOAT8_APART.
@@ -15,44 +16,50 @@
 
 namespace jflux {
 
-// As many CTAs as fit: all of them may have chunks to send, also those that find no tile.
+// As many CTAs as fit: all of them may have chunks to send, also those that find no tile. With
+// tables of more than a KiB fewer may run at a time.
 template <typename Config>
 bool LaunchPortable(const void* kernel, void* args, int sm_count, cudaStream_t stream,
-                    std::string* error) {
+                    std::string* error, int table_bytes = 0) {
   return LaunchKernel(kernel, args, Config::kCtasPerSm * sm_count, 1, Config::kThreads,
-                      Config::kSmemBytes, stream, error);
+                      Config::kSmemBytes + table_bytes, stream, error);
 }
 
 // The kernels for operands of one format.
 template <typename Kernels, DType kFormat>
 struct GemmFamily80 {
   using Rows = GemmConfig80<CudaType<kFormat>, true>;
-  static bool Load(std::string* error);
+  static bool Load(std::string* error, int table_bytes);
   static bool Launch(bool transpose_rhs, void* args, int sm_count, cudaStream_t stream,
-                     std::string* error);
+                     std::string* error, int table_bytes);
 };
 
 template <typename Kernels, DType kFormat>
-bool GemmFamily80<Kernels, kFormat>::Load(std::string* error) {
-  if (!LoadKernel(Kernels::template Kernel<Rows>(), Rows::kSmemBytes, error)) return false;
+bool GemmFamily80<Kernels, kFormat>::Load(std::string* error, int table_bytes) {
+  if (!LoadKernel(Kernels::template Kernel<Rows>(), Rows::kSmemBytes + table_bytes, error)) {
+    return false;
+  }
   if constexpr (!FormatOf(kFormat).k_major) {
     using Columns = GemmConfig80<CudaType<kFormat>, false>;
-    return LoadKernel(Kernels::template Kernel<Columns>(), Columns::kSmemBytes, error);
+    return LoadKernel(Kernels::template Kernel<Columns>(), Columns::kSmemBytes + table_bytes,
+                      error);
   }
   return true;
 }
 
 template <typename Kernels, DType kFormat>
 bool GemmFamily80<Kernels, kFormat>::Launch(bool transpose_rhs, void* args, int sm_count,
-                                            cudaStream_t stream, std::string* error) {
+                                            cudaStream_t stream, std::string* error,
+                                            int table_bytes) {
   if constexpr (!FormatOf(kFormat).k_major) {
     using Columns = GemmConfig80<CudaType<kFormat>, false>;
     if (!transpose_rhs) {
       return LaunchPortable<Columns>(Kernels::template Kernel<Columns>(), args, sm_count, stream,
-                                     error);
+                                     error, table_bytes);
     }
   }
-  return LaunchPortable<Rows>(Kernels::template Kernel<Rows>(), args, sm_count, stream, error);
+  return LaunchPortable<Rows>(Kernels::template Kernel<Rows>(), args, sm_count, stream, error,
+                              table_bytes);
 }
 
 #define JFLUX_FLOAT8_APART(Kernels)                               \
@@ -64,20 +71,22 @@ bool GemmFamily80<Kernels, kFormat>::Launch(bool transpose_rhs, void* args, int 
 
 // Those that the current device runs.
 template <typename Kernels, FormatSet kFormats = kFormats80>
-bool LoadGemmInstances80(std::string* error) {
+bool LoadGemmInstances80(std::string* error, int most_table_bytes = 0) {
   int arch = 0;
   if (!LoadedArch(&arch, error)) return false;
   return ForFormats(kFormats & MmaFormats(arch), [&](DType dtype) {
-    return WithFormat<kFormats>(
-        dtype, [&](auto format) { return GemmFamily80<Kernels, format()>::Load(error); });
+    return WithFormat<kFormats>(dtype, [&](auto format) {
+      return GemmFamily80<Kernels, format()>::Load(error, most_table_bytes);
+    });
   });
 }
 
 template <typename Kernels, FormatSet kFormats = kFormats80>
 bool LaunchGemmInstance80(DType dtype, bool transpose_rhs, void* args, int sm_count,
-                          cudaStream_t stream, std::string* error) {
+                          cudaStream_t stream, std::string* error, int table_bytes = 0) {
   return WithFormat<kFormats>(dtype, [&](auto format) {
-    return GemmFamily80<Kernels, format()>::Launch(transpose_rhs, args, sm_count, stream, error);
+    return GemmFamily80<Kernels, format()>::Launch(transpose_rhs, args, sm_count, stream, error,
+                                                   table_bytes);
   });
 }
 

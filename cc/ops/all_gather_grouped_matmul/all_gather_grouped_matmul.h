@@ -125,8 +125,8 @@ inline int32_t TokenSenders(const AllGatherGroupedMatmulParams& p, int64_t mean_
 }
 
 // Why no kernel takes the call; empty if one does.
-inline std::string WhyNoKernel(const AllGatherGroupedMatmulParams& p) {
-  const std::string why = WhyNoSegmentedKernel(p.product);
+inline std::string WhyNoKernel(const AllGatherGroupedMatmulParams& p, bool portable) {
+  const std::string why = WhyNoSegmentedKernel(p.product, portable);
   if (!why.empty()) return why;
   constexpr int64_t kMostChunks = int64_t{1} << 29;
   return p.ShardBytes() / TokenChunkBytes(kMostSpans) > kMostChunks / p.world
@@ -141,8 +141,16 @@ bool LaunchAllGatherGroupedMatmul(const AllGatherGroupedMatmulParams& params,
                                   const CudaDevice& device, const SymmetricView& view,
                                   cudaStream_t stream, std::string* error);
 
+// The same by the portable main loop.
+bool LaunchAllGatherGroupedMatmul80(const AllGatherGroupedMatmulParams& params,
+                                    const AllGatherGroupedMatmulArrays& arrays,
+                                    const GemmChoice& choice, int32_t senders, int64_t site,
+                                    const CudaDevice& device, const SymmetricView& view,
+                                    cudaStream_t stream, std::string* error);
+
 // Loads the kernels on the current device.
 bool LoadAllGatherGroupedMatmulKernels(std::string* error);
+bool LoadAllGatherGroupedMatmulKernels80(std::string* error);
 
 }  // namespace jflux
 

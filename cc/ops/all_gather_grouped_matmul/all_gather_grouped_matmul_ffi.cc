@@ -1,6 +1,5 @@
 // The plan and the FFI handlers of all_gather_grouped_matmul.
 #include <initializer_list>
-#include <optional>
 #include <string>
 
 #include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul.h"
@@ -25,15 +24,16 @@ bool PlanAllGatherGroupedMatmul(CallReader& call, const Machine& machine, Fields
     (*plan)["parts"] = p.parts;
     return true;
   }
-  *why_not = WhyNoKernel(p);
+  const bool portable = IsForPortable(machine);
+  *why_not = WhyNoKernel(p, portable);
   if (!why_not->empty()) return false;
   p.parts = ChooseParts(p.world, c.mean_rows, product.groups);
-  if (!IsGroupedTile(product.gated, product.tile)) {
+  if (!portable && !IsGroupedTile(product.gated, product.tile)) {
     *why_not = "no kernel has the tile";
     return false;
   }
   *plan =
-      ProductPlan{ChooseGrouped(c.OfMeanRows(product), machine),
+      ProductPlan{ChooseSegmented(c.OfMeanRows(product), machine),
                   TokenSenders(p, c.mean_rows, machine), CudaLayoutOf(p).Workspace().TotalBytes()}
           .AsFields();
   (*plan)["parts"] = p.parts;
@@ -134,26 +134,25 @@ struct CallOnCpu : Call {
 };
 
 struct CallOnCuda : Call {
-  std::optional<GemmChoice> choice;
+  GemmChoice choice{};
   int32_t senders = 0;
 
   std::string Read(const Attributes& a, ffi::RemainingArgs operands, ffi::RemainingRets results) {
     if (!ReadOperands(a, operands, results)) return kDoNotFit;
-    const std::string why = WhyNoKernel(p);
-    if (!why.empty()) return why;
-    choice = GroupedChoiceOf(a.choice);
+    const auto plan = CudaPlanOf(a.choice, a.senders, /*workspace_bytes=*/0);
     // With no sender all CTAs would wait for tokens for ever.
-    if (!choice || !IsGroupedChoice(*choice, p.product.gated) || a.senders < 1 ||
-        a.senders > kMostSms || !ArePossibleParts(p.parts, p.world, p.product.groups)) {
+    if (!plan || !IsGroupedChoice(plan->choice, p.product.gated) || plan->senders < 1 ||
+        !ArePossibleParts(p.parts, p.world, p.product.groups)) {
       return kNoKernel;
     }
-    senders = static_cast<int32_t>(a.senders);
-    return "";
+    choice = plan->choice;
+    senders = plan->senders;
+    return WhyNoKernel(p, choice.portable);
   }
   int64_t WorkspaceBytes() const { return CudaLayoutOf(p).Workspace().TotalBytes(); }
   bool Launch(int64_t site, const CudaDevice& device, const SymmetricView& view,
               cudaStream_t stream, std::string* error) const {
-    return LaunchAllGatherGroupedMatmul(p, arrays, *choice, senders, site, device, view, stream,
+    return LaunchAllGatherGroupedMatmul(p, arrays, choice, senders, site, device, view, stream,
                                         error);
   }
 };

@@ -17,13 +17,19 @@ struct Kernels {
 
 }  // namespace
 
-bool LoadAllGatherGroupedMatmulKernels(std::string* error) { return LoadForward<Kernels>(error); }
+bool LoadAllGatherGroupedMatmulKernels(std::string* error) {
+  return LoadBothLoops(LoadForward<Kernels>, LoadAllGatherGroupedMatmulKernels80, error);
+}
 
 bool LaunchAllGatherGroupedMatmul(const AllGatherGroupedMatmulParams& params,
                                   const AllGatherGroupedMatmulArrays& arrays,
                                   const GemmChoice& choice, int32_t senders, int64_t site,
                                   const CudaDevice& device, const SymmetricView& view,
                                   cudaStream_t stream, std::string* error) {
+  if (choice.portable) {
+    return LaunchAllGatherGroupedMatmul80(params, arrays, choice, senders, site, device, view,
+                                          stream, error);
+  }
   const GroupedMatmulParams& p = params.product;
   AllGatherGroupedMatmulArgs args{};
   if (!SetGroupedArgs(p, choice, arrays.w, arrays.y, arrays.sums, &args, error)) return false;

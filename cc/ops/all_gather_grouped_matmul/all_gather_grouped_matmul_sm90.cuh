@@ -26,6 +26,7 @@
 #include "gpu/gemm_call.cuh"
 #include "gpu/gemm_smem.cuh"
 #include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul.h"
+#include "ops/all_gather_grouped_matmul/token_rows.cuh"
 #include "ops/grouped_matmul/grouped_matmul_sm90.cuh"
 #include "ops/grouped_matmul/span_table_sm90.cuh"
 
@@ -48,14 +49,6 @@ struct AllGatherGroupedMatmulArgs : GroupedMatmulArgs {
   const char* x_data;
 };
 static_assert(sizeof(AllGatherGroupedMatmulArgs) <= 4096);
-
-// The signal, on `rank`, of a chunk of the tokens of `src`.
-__device__ __forceinline__ Signal* ChunkSignal(const AllGatherGroupedMatmulArgs& args,
-                                               const CallContext& call, int rank, int src,
-                                               int32_t chunk) {
-  return args.view.At<Signal>(
-      rank, args.workspace.SignalOffset(call.epoch) + args.layout.SignalOffset(src, chunk));
-}
 
 // The groups of an all_gather_grouped_matmul, and where the segments of tokens begin in each, as a
 // cluster's leading scheduler warp sees them; and the addresses of a tile's rows.
@@ -83,13 +76,14 @@ __device__ __forceinline__ SpanTable<Config> SpansOf(const AllGatherGroupedMatmu
 
 // What a scheduler warp knows of the tiles. All functions are called by a full warp.
 template <typename Config>
-class GatheredGroups : public ClassedGroups<Config, GatheredTiles>, public Counted {
+class GatheredGroups : public ClassedGroups<GatheredTiles>, public Counted {
  public:
   using Args = AllGatherGroupedMatmulArgs;
 
   __device__ GatheredGroups(const Args& args, const GemmSmem<Config>& smem, bool leads)
-      : ClassedGroups<Config, GatheredTiles>(args.order, SpansOf(args, smem), args.groups.groups,
-                                             leads) {}
+      : ClassedGroups<GatheredTiles>(args.order, SpansOf(args, smem), args.groups.groups) {
+    if (leads) SpansOf(args, smem).Await();
+  }
   __device__ Tile At(const Args&, int32_t t) const { return this->TileOf(t, this->group()); }
   static __device__ void MakeTable(const Args& args, const GemmSmem<Config>& smem, uint32_t cta) {
     if (cta == 0) SpansOf(args, smem).Make(args, /*leads=*/true);
@@ -112,47 +106,27 @@ class GatheredRows {
   }
 
  private:
-  // Writes the addresses of rows [row, end) of a CTA's tile, and waits for the tokens. Each chunk
-  // is looked at once: those before `arrived_` have arrived.
+  // Writes the addresses of rows [row, end) of a CTA's tile, and waits for the tokens.
   __device__ void WaitForTokens(const Args& args, const CallContext& call, int32_t row,
                                 int32_t end) {
     const int lane = threadIdx.x % 32;
     const uint32_t table = RowTableAt(smem_, table_);
     table_ ^= 1;
-    const int64_t row_bytes = args.layout.row_bytes;
-    const int32_t own = args.view.rank * args.tokens;
-    const char* gathered = args.view.At(args.view.rank, args.workspace.DataOffset(call.epoch));
-    uint32_t least = 0xffffffff, most = 0;  // of the tile's tokens
-    bool any = false;
+    const char* gathered = GatheredOf(args, call);
+    TokenRange range;
 #pragma unroll
     for (int i = 0; i < Config::kTileM; i += 32) {
       const int32_t at = row + i + lane;
       const int32_t slot = at < end ? __ldg(args.source + at) : -1;
       const char* address = nullptr;
-      if (0 <= slot && slot < args.groups.rows) {
-        const auto token = static_cast<uint32_t>(slot) / static_cast<uint32_t>(args.choices);
-        least = Min(least, token);
-        most = Max(most, token);
-        any = true;
-        const auto of_own = static_cast<int32_t>(token) - own;
-        address = 0 <= of_own && of_own < args.tokens ? args.x_data + of_own * row_bytes
-                                                      : gathered + token * row_bytes;
+      if (IsSlot(args, slot)) {
+        const uint32_t token = TokenOf(args, slot);
+        range.Add(token);
+        address = AddressOf(args, gathered, token);
       }
       ptx::StoreShared8(table + 8 * (i + lane), reinterpret_cast<uint64_t>(address));
     }
-    if (!__any_sync(0xffffffff, any)) return;
-    least = __reduce_min_sync(0xffffffff, least);
-    most = __reduce_max_sync(0xffffffff, most);
-    const auto per_rank = static_cast<uint32_t>(args.tokens);
-    const auto last_src = static_cast<int32_t>(most / per_rank);
-    for (auto src = static_cast<int32_t>(least / per_rank); src <= last_src; ++src) {
-      if (src == args.view.rank) continue;
-      const int32_t tokens = src == last_src ? most - src * per_rank + 1 : per_rank;
-      const int32_t count = args.layout.ChunksOf(tokens);
-      AwaitSignals(call, ChunkSignal(args, call, args.view.rank, src, 0), src,
-                   __shfl_sync(0xffffffff, arrived_, src), count);
-      if (lane == src) arrived_ = Max(arrived_, count);
-    }
+    AwaitTokens(args, call, range, arrived_);
   }
 
   GemmSmem<Config> smem_;
@@ -224,11 +198,7 @@ struct AllGatherGroupedMatmulSm90 : GroupedMatmulSm90<Config_> {
       fill(args.y_data);
       fill(args.sums_data[0]);
       fill(args.sums_data[1]);
-      for (int step = 1; blockIdx.x == 0 && step < args.view.world; ++step) {
-        const int src = (args.view.rank + step) % args.view.world;
-        AwaitSignals(call, ChunkSignal(args, call, args.view.rank, src, 0), src, 0,
-                     args.layout.chunks);
-      }
+      if (blockIdx.x == 0) AwaitAllTokens(args, call);
     }
   };
 };

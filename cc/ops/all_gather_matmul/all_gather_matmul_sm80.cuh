@@ -19,9 +19,10 @@
 
 #include "core/k_panel_layout.h"
 #include "core/tile_order.h"
-#include "gpu/chunk_sender.cuh"
+#include "gpu/copy_vectors.cuh"
 #include "gpu/gemm_epilogue_sm80.cuh"
 #include "gpu/gemm_sm80.cuh"
+#include "gpu/k_panel_waits.cuh"
 #include "ops/all_gather_matmul/all_gather_matmul.h"
 
 namespace jflux {
@@ -230,23 +231,24 @@ struct AllGatherMatmulSm80 {
         const int lane = threadIdx.x % 32, count = args.layout.k_panels;
         const uint64_t start = call.Start();
         while (panel >= arrived) {
-          bool has_arrived = true;
-          const int32_t chunk = args.layout.ChunkOf(arrived + lane);
-          if (arrived + lane < count) {
-            for (int src = first_src; src <= last_src; ++src) {
-              has_arrived &=
-                  HasArrived(call, SignalOf(args, call, args.view.rank, src, row_block, chunk));
-            }
-          }
-          const uint32_t missing = __ballot_sync(0xffffffff, !has_arrived);
-          if ((missing & 1) != 0 && lane == 0) {
-            for (int src = first_src; src <= last_src; ++src) {
-              AwaitPeer(call, SignalOf(args, call, args.view.rank, src, row_block, chunk), src,
-                        chunk);
-            }
-          }
-          __syncwarp();
-          arrived = Min(count, arrived + (missing == 0 ? 32 : Max(1, __ffs(missing) - 1)));
+          arrived = LookAtPanels(
+              arrived, count,
+              [&](int i) {
+                const int32_t chunk = args.layout.ChunkOf(i);
+                bool has_arrived = true;
+                for (int src = first_src; src <= last_src; ++src) {
+                  has_arrived &=
+                      HasArrived(call, SignalOf(args, call, args.view.rank, src, row_block, chunk));
+                }
+                return has_arrived;
+              },
+              [&](int i) {
+                const int32_t chunk = args.layout.ChunkOf(i);
+                for (int src = first_src; src <= last_src; ++src) {
+                  AwaitPeer(call, SignalOf(args, call, args.view.rank, src, row_block, chunk), src,
+                            chunk);
+                }
+              });
         }
         if (lane == 0) call.Done(EventKind::kWaitRows, start, row_block, panel);
         return arrived;
@@ -269,29 +271,17 @@ struct AllGatherMatmulSm80 {
     // at a time: from(..) -> address, or null for zeros; to(..) -> address, or null.
     template <typename From, typename To>
     static __device__ void CopyChunk(const Args& args, const Chunk& c, From&& from, To&& to) {
-      constexpr int kVectors = kBlockBytes / kVectorBytes, kBatch = 8;
-      const int lane = threadIdx.x % 32;
+      constexpr int kVectors = kBlockBytes / kVectorBytes;
       const int rows = c.range.end - c.range.begin;
       const int first = c.chunk * args.layout.chunk_k_panels;
       const int panels = Min(args.layout.chunk_k_panels, args.layout.k_panels - first);
-      const int count = panels * rows * kVectors;
-      for (int at = lane; at < count; at += 32 * kBatch) {
-        uint4 v[kBatch];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const int e = at + 32 * i, row = e / kVectors;
-          const uint4* p = e < count ? reinterpret_cast<const uint4*>(
-                                           from(first + row / rows, row % rows, e % kVectors))
-                                     : nullptr;
-          v[i] = p != nullptr ? ptx::LoadGlobal16(p) : make_uint4(0, 0, 0, 0);
-        }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const int e = at + 32 * i, row = e / kVectors;
-          char* p = e < count ? to(first + row / rows, row % rows, e % kVectors) : nullptr;
-          if (p != nullptr) ptx::StoreGlobal16(p, v[i]);
-        }
-      }
+      const auto at = [&](auto&& f, int e) {
+        const int row = e / kVectors;
+        return f(first + row / rows, row % rows, e % kVectors);
+      };
+      CopyVectors(
+          panels * rows * kVectors, [&](int e) { return at(from, e); },
+          [&](int e) { return at(to, e); });
     }
     // Of a row in x or `gathered`; null past its end.
     static __device__ int64_t ByteOf(int32_t k_panel, int vector) {
@@ -312,11 +302,8 @@ struct AllGatherMatmulSm80 {
       }
     }
 
-    static __device__ void Send(const Args& args, const CallContext& call) {
-      __shared__ bool sends;
-      if (threadIdx.x < 32) sends = MaySend(args);
-      __syncthreads();
-      if (!sends) return;
+    static __device__ void Send(const Args& args, const CallContext& call, uint32_t) {
+      if (!CtaMaySend(args)) return;
       const SendOrder order(args.layout, args.view.rank, args.send_group);
       for (int i = NextTransfer(args); i < order.Count(); i = NextTransfer(args)) {
         const ChunkSend send = order.At(i);
@@ -335,18 +322,13 @@ struct AllGatherMatmulSm80 {
           PanelScales(args, call, peer, c.row_block)[c.range.begin + r] =
               __ldg(args.x_scale + c.row + r);
         });
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) {
-          FenceRelease();
-          StoreRelaxed(SignalOf(args, call, peer, args.view.rank, c.row_block, c.chunk),
-                       call.signal);
-          call.Done(EventKind::kSend, start, peer, c.chunk);
-        }
+        SignalStored(SignalOf(args, call, peer, args.view.rank, c.row_block, c.chunk), call.signal);
+        if (threadIdx.x % 32 == 0) call.Done(EventKind::kSend, start, peer, c.chunk);
       }
     }
 
     // Copies all rows to `gathered`, local ones first and then in the order in which they arrive.
-    static __device__ void Finally(const Args& args, const CallContext& call) {
+    static __device__ void Finally(const Args& args, const CallContext& call, uint32_t) {
       if (args.gathered == nullptr) return;
       const int chunks = args.layout.Chunks(), each = args.layout.rank_row_blocks * chunks;
       for (;;) {

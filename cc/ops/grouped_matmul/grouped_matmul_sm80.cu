@@ -25,24 +25,10 @@ bool LaunchGroupedMatmul80(const GroupedMatmulParams& p, const GroupedMatmulArra
                            cudaStream_t stream, std::string* error) {
   LocalDevice device;
   if (!FindLocalDevice(&device, error)) return false;
-  GroupedMatmulArgs80 args{};
+  GroupedMatmulArgs80 args = GroupedArgs80(p, /*group_m=*/8, arrays.w, arrays.y, arrays.sums);
   args.groups = device.Rows(kGroupedMatmulId, arrays.group_sizes, p.groups, p.m);
-  const int64_t columns = kTileN80 / p.Weights();  // of y in a tile
-  args.tiles = GroupTiles{kGemmTileM, static_cast<int32_t>(CeilDiv<int64_t>(p.n, columns)), 8};
-  args.k = static_cast<int32_t>(p.k);
-  args.n = static_cast<int32_t>(p.n);
-  args.terms = p.terms;
-  args.gated = p.gated;
-  args.fill = p.fill;
-  args.out_f32 = p.out_dtype == DType::kF32;
-  args.activation = p.activation;
   args.row_scale = arrays.row_scale;
-  for (int i = 0; i < 2; ++i) {
-    args.x[i] = arrays.x[i];
-    args.w[i] = arrays.w[i];
-    args.sums[i] = p.sums ? arrays.sums[i] : nullptr;
-  }
-  args.y = arrays.y;
+  for (int i = 0; i < 2; ++i) args.x[i] = arrays.x[i];
   return LaunchGemmInstance80<GroupedMatmulKernels80, kOf16Bits>(p.dtype, p.transpose_rhs, &args,
                                                                  device.sm_count, stream, error);
 }

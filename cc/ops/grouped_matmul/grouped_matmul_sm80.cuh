@@ -16,6 +16,7 @@
 #include "gpu/gemm_sm80.cuh"
 #include "gpu/group_table.cuh"
 #include "gpu/warp_scan.cuh"
+#include "ops/grouped_matmul/grouped_matmul.h"
 #include "ops/grouped_matmul/grouped_rows.cuh"
 
 namespace jflux {
@@ -91,6 +92,7 @@ struct GroupedMatmulSm80 {
   // A tile is {m: its first row, n: group * tiles_n + tile column, split: end of the group's rows}.
   struct Schedule : Rounds {
     GroupFinder80 finder;
+    __device__ Schedule(const Args&, uint32_t) {}
     __device__ Tile Find(const Args& args, int32_t t) {
       const auto found =
           finder.Find(args.groups, t, [&](int32_t r) { return args.tiles.Count(r); });
@@ -100,8 +102,9 @@ struct GroupedMatmulSm80 {
                   found.end};
     }
   };
+  // An op over ranks numbers the groups of each class of tiles anew.
   static __device__ int64_t GroupOf(const Args& args, Tile tile) {
-    return tile.n / args.tiles.tiles_n;
+    return tile.n / args.tiles.tiles_n % args.groups.groups;
   }
   // The tile's first column of y.
   static __device__ int64_t ColumnOf(const Args& args, Tile tile) {
@@ -134,6 +137,14 @@ struct GroupedMatmulSm80 {
   };
 
   struct Epilogue {
+    // Zeros for rows from `end` on. Called by one warp of each CTA.
+    static __device__ void FillPast(const Args& args, int64_t end) {
+      const int64_t rows = args.groups.rows;
+      const int64_t bytes = args.n * (args.out_f32 ? int64_t{4} : int64_t{sizeof(T)});
+      for (void* to : {args.y, args.sums[0], args.sums[1]}) {
+        if (to != nullptr) ZeroFill(to, Max<int64_t>(0, Min(rows, end)) * bytes, rows * bytes);
+      }
+    }
     static __device__ void Store(const Args& args, const Columns8& columns, void* to, int64_t row,
                                  int64_t c) {
       const int64_t at = row * args.n;
@@ -144,6 +155,13 @@ struct GroupedMatmulSm80 {
     }
     static __device__ __forceinline__ void Finish(const Args& args, const CallContext&,
                                                   uint32_t smem, Sums80<Config>& sums, Tile tile) {
+      FinishRows(args, smem, sums, tile, [](int64_t) { return true; });
+    }
+    // is_there(row): else the row of x counts as zeros, whatever was multiplied.
+    template <typename IsThere>
+    static __device__ __forceinline__ void FinishRows(const Args& args, uint32_t smem,
+                                                      Sums80<Config>& sums, Tile tile,
+                                                      IsThere&& is_there) {
       using Rows = StagedRows<Config>;
       const int64_t n0 = ColumnOf(args, tile);
       constexpr int kHalf = Rows::kGroups / 2;
@@ -154,6 +172,7 @@ struct GroupedMatmulSm80 {
           if (row >= tile.split || c >= args.n) return;
           Columns8 y = rows.Get(r, group), gate;
           if (gated) gate = rows.Get(r, group + kHalf);
+          if (!is_there(row)) y = gate = Columns8{};
           if (args.sums[0] != nullptr) {
             Store(args, y, args.sums[0], row, c);
             if (gated) Store(args, gate, args.sums[1], row, c);
@@ -174,26 +193,43 @@ struct GroupedMatmulSm80 {
 
   struct Exchange : NoExchange80 {
     // Zeros for rows of no group.
-    static __device__ void Finally(const Args& args, const CallContext&) {
+    static __device__ void Finally(const Args& args, const CallContext&, uint32_t) {
       if (threadIdx.x >= 32) return;
       const GroupedRows& groups = args.groups;
       const int64_t sum = ForEachGroup(groups.group_sizes, groups.groups, groups.rows,
                                        [](int32_t, bool, GroupRows) {});
       CheckSizes(groups, sum);
-      if (!args.fill) return;
-      const int64_t bytes = args.n * (args.out_f32 ? int64_t{4} : int64_t{sizeof(T)});
-      for (void* to : {args.y, args.sums[0], args.sums[1]}) {
-        if (to != nullptr)
-          ZeroFill(to, Min<int64_t>(sum, groups.rows) * bytes, groups.rows * bytes);
-      }
+      if (args.fill) Epilogue::FillPast(args, sum);
     }
   };
 };
 
 JFLUX_GEMM_KERNEL_80(GroupedMatmul);
 
-// ---- dw = x^T @ dy of a group's rows
-// -------------------------------------------------------------
+// The arguments that ops over ranks share: without row scales, of one term or a gate.
+inline GroupedMatmulArgs80 GroupedArgs80(const GroupedMatmulParams& p, int32_t group_m,
+                                         const void* const (&w)[2], void* y,
+                                         void* const (&sums)[2]) {
+  GroupedMatmulArgs80 args{};
+  const int64_t columns = kTileN80 / p.Weights();  // of y in a tile
+  args.tiles =
+      GroupTiles{kGemmTileM, static_cast<int32_t>(CeilDiv<int64_t>(p.n, columns)), group_m};
+  args.k = static_cast<int32_t>(p.k);
+  args.n = static_cast<int32_t>(p.n);
+  args.terms = p.terms;
+  args.gated = p.gated;
+  args.fill = p.fill;
+  args.out_f32 = p.out_dtype == DType::kF32;
+  args.activation = p.activation;
+  args.y = y;
+  for (int i = 0; i < 2; ++i) {
+    args.w[i] = w[i];
+    args.sums[i] = p.sums ? sums[i] : nullptr;
+  }
+  return args;
+}
+
+// ---- dw = x^T @ dy of a group's rows ------------------------------------------------------------
 
 struct GroupedMatmulDwArgs80 {
   GroupedRows groups;
@@ -215,6 +251,7 @@ struct GroupedMatmulDwSm80 {
   // n: (group * tiles_k + tile row) * tiles_n + tile column, split: end of the group's rows}.
   struct Schedule : Rounds {
     GroupFinder80 finder;
+    __device__ Schedule(const Args&, uint32_t) {}
     __device__ Tile Find(const Args& args, int32_t t) {
       const auto found = finder.Find(
           args.groups, t, [&](int32_t rows) { return rows > 0 ? args.tiles_k * args.tiles_n : 0; });
@@ -270,7 +307,7 @@ struct GroupedMatmulDwSm80 {
 
   struct Exchange : NoExchange80 {
     // Zeros for groups without rows.
-    static __device__ void Finally(const Args& args, const CallContext&) {
+    static __device__ void Finally(const Args& args, const CallContext&, uint32_t) {
       if (threadIdx.x >= 32) return;
       const GroupedRows& groups = args.groups;
       const int64_t bytes =

@@ -3,7 +3,6 @@
 #ifndef JFLUX_OPS_GROUPED_MATMUL_SEGMENTS_H_
 #define JFLUX_OPS_GROUPED_MATMUL_SEGMENTS_H_
 
-#include <optional>
 #include <string>
 
 #include "core/layout.h"
@@ -53,30 +52,30 @@ inline bool ArePossibleParts(int32_t parts, int32_t world, int64_t groups) {
 
 // The configuration that a plan or a table names; empty if no kernel has it.
 inline bool IsGroupedChoice(const GemmChoice& c, bool gated) {
+  if (c.portable) return IsPossible(c) && c.group_m > 0;
   return c.splits == 1 && 1 <= c.group_m && c.group_m <= kMaxGroup && c.tile_n != 0 &&
          IsGroupedTile(gated, TileChoice{c.tile_n, c.cluster_m});
 }
 
-// The attribute `choice`: tile_n, cluster_m, group_m and splits. Empty if it is malformed.
-template <typename Numbers>
-std::optional<GemmChoice> GroupedChoiceOf(const Numbers& choice) {
-  if (choice.size() != 4) return std::nullopt;
-  for (size_t i = 0; i < 4; ++i) {
-    if (choice[i] < 0 || choice[i] > kMaxGroup) return std::nullopt;
-  }
-  return GemmChoice{static_cast<int32_t>(choice[0]), static_cast<int32_t>(choice[1]),
-                    static_cast<int32_t>(choice[2]), static_cast<int32_t>(choice[3])};
+// The configuration of a call.
+inline GemmChoice ChooseSegmented(const GroupedMatmulParams& p, const Machine& machine) {
+  return IsForPortable(machine) ? Portable(8) : ChooseGrouped(p, machine);
 }
 
 // Why no kernel takes the product; empty if one does.
-inline std::string WhyNoSegmentedKernel(const GroupedMatmulParams& product) {
-  std::string why = WhyNotOperands(kGroupedFormats, kWgmmaFormats, product.dtype, product.dtype,
-                                   product.out_dtype, product.k, product.n, product.transpose_rhs);
+inline std::string WhyNoSegmentedKernel(const GroupedMatmulParams& product, bool portable) {
+  std::string why =
+      WhyNotOperands(kGroupedFormats, FormatsOfLoop(portable), product.dtype, product.dtype,
+                     product.out_dtype, product.k, product.n, product.transpose_rhs);
   if (!why.empty()) return why;
   if (product.groups > kMostSpans) {
     return "more than " + std::to_string(kMostSpans) + " groups";
   }
-  constexpr int64_t kMost = int64_t{1} << 29;
+  // In portable code a tile's column counts through groups and classes.
+  const int64_t kMost = int64_t{1} << 29;
+  if (portable && product.groups * CeilDiv<int64_t>(product.n, 64) > kMost / kMostTileClasses) {
+    return "a dimension is too large";
+  }
   if (product.m > kMost || product.k > kMost || product.n > kMost ||
       product.groups * CeilDiv<int64_t>(product.n, 64) > kMost) {
     return "a dimension is too large";

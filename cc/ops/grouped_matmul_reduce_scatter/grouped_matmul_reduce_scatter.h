@@ -140,8 +140,16 @@ bool LaunchGroupedMatmulReduceScatter(const GroupedMatmulReduceScatterParams& pa
                                       const CudaDevice& device, const SymmetricView& view,
                                       cudaStream_t stream, std::string* error);
 
+// The same by the portable main loop.
+bool LaunchGroupedMatmulReduceScatter80(const GroupedMatmulReduceScatterParams& params,
+                                        const GroupedMatmulReduceScatterArrays& arrays,
+                                        const GemmChoice& choice, int64_t site,
+                                        const CudaDevice& device, const SymmetricView& view,
+                                        cudaStream_t stream, std::string* error);
+
 // Loads the kernels on the current device.
 bool LoadGroupedMatmulReduceScatterKernels(std::string* error);
+bool LoadGroupedMatmulReduceScatterKernels80(std::string* error);
 
 }  // namespace jflux
 

@@ -1,5 +1,4 @@
 // The plan and the FFI handlers of grouped_matmul_reduce_scatter.
-#include <optional>
 #include <string>
 
 #include "ops/grouped_matmul_reduce_scatter/grouped_matmul_reduce_scatter.h"
@@ -21,15 +20,16 @@ bool PlanGroupedMatmulReduceScatter(CallReader& call, const Machine& machine, Fi
     p.item_tokens = kCpuItemTokens;
     *plan = CpuPlan(SumLayout::Make(p).Workspace().TotalBytes());
   } else {
-    *why_not = WhyNoSegmentedKernel(p.product);
+    const bool portable = IsForPortable(machine);
+    *why_not = WhyNoSegmentedKernel(p.product, portable);
     if (!why_not->empty()) return false;
-    if (!IsGroupedTile(/*gated=*/false, p.product.tile)) {
+    if (!portable && !IsGroupedTile(/*gated=*/false, p.product.tile)) {
       *why_not = "no kernel has the tile";
       return false;
     }
     p.parts = ChooseParts(p.world, c.mean_rows, p.product.groups, kLeastRowsToScatter, kFewSpans);
     p.item_tokens = ItemTokens(p.RowBytes());
-    *plan = ProductPlan{ChooseGrouped(c.OfMeanRows(p.product), machine), /*senders=*/0,
+    *plan = ProductPlan{ChooseSegmented(c.OfMeanRows(p.product), machine), /*senders=*/0,
                         SumLayout::Make(p).Workspace().TotalBytes()}
                 .AsFields();
   }
@@ -116,23 +116,23 @@ struct CallOnCpu : Call {
 };
 
 struct CallOnCuda : Call {
-  std::optional<GemmChoice> choice;
+  GemmChoice choice{};
 
   std::string Read(const Attributes& a, ffi::AnyBuffer h, ffi::AnyBuffer w, ffi::AnyBuffer weights,
                    ffi::AnyBuffer offsets, ffi::AnyBuffer destination, ffi::AnyBuffer source,
                    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> y) {
     if (!ReadOperands(a, h, w, weights, offsets, destination, source, *out, *y)) return kDoNotFit;
-    const std::string why = WhyNoSegmentedKernel(p.product);
-    if (!why.empty()) return why;
-    choice = GroupedChoiceOf(a.choice);
-    return choice && IsGroupedChoice(*choice, /*gated=*/false) &&
-                   ArePossibleParts(p.parts, p.world, p.product.groups)
-               ? ""
-               : kNoKernel;
+    const auto plan = CudaPlanOf(a.choice, /*senders=*/0, /*workspace_bytes=*/0);
+    if (!plan || !IsGroupedChoice(plan->choice, /*gated=*/false) ||
+        !ArePossibleParts(p.parts, p.world, p.product.groups)) {
+      return kNoKernel;
+    }
+    choice = plan->choice;
+    return WhyNoSegmentedKernel(p.product, choice.portable);
   }
   bool Launch(int64_t site, const CudaDevice& device, const SymmetricView& view,
               cudaStream_t stream, std::string* error) const {
-    return LaunchGroupedMatmulReduceScatter(p, arrays, *choice, site, device, view, stream, error);
+    return LaunchGroupedMatmulReduceScatter(p, arrays, choice, site, device, view, stream, error);
   }
 };
 

@@ -14,7 +14,7 @@ struct Kernels : GroupedMatmulReduceScatterKernels {
 }  // namespace
 
 bool LoadGroupedMatmulReduceScatterKernels(std::string* error) {
-  return LoadForward<Kernels>(error);
+  return LoadBothLoops(LoadForward<Kernels>, LoadGroupedMatmulReduceScatterKernels80, error);
 }
 
 bool LaunchGroupedMatmulReduceScatter(const GroupedMatmulReduceScatterParams& params,
@@ -22,6 +22,10 @@ bool LaunchGroupedMatmulReduceScatter(const GroupedMatmulReduceScatterParams& pa
                                       const GemmChoice& choice, int64_t site,
                                       const CudaDevice& device, const SymmetricView& view,
                                       cudaStream_t stream, std::string* error) {
+  if (choice.portable) {
+    return LaunchGroupedMatmulReduceScatter80(params, arrays, choice, site, device, view, stream,
+                                              error);
+  }
   const GroupedMatmulParams& p = params.product;
   const void* const w[2] = {arrays.w, nullptr};
   void* const no_sums[2] = {nullptr, nullptr};

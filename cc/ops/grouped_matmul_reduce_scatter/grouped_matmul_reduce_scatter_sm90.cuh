@@ -14,12 +14,11 @@
 #define JFLUX_OPS_GROUPED_MATMUL_REDUCE_SCATTER_GROUPED_MATMUL_REDUCE_SCATTER_SM90_CUH_
 
 #include "core/scattered_tiles.h"
-#include "core/tile_counts.h"
 #include "gpu/gemm_call.cuh"
-#include "gpu/vector.cuh"
 #include "ops/grouped_matmul/grouped_matmul_sm90.cuh"
 #include "ops/grouped_matmul/span_table_sm90.cuh"
 #include "ops/grouped_matmul_reduce_scatter/grouped_matmul_reduce_scatter.h"
+#include "ops/grouped_matmul_reduce_scatter/token_sums.cuh"
 
 namespace jflux {
 
@@ -40,26 +39,13 @@ struct GroupedMatmulReduceScatterArgs : GroupedMatmulArgs {
   const float* weights;
   char* out;
 
+  __device__ __forceinline__ const void* Y() const { return y_data; }
   // Blocks of a class that have been stored (core/tile_counts.h).
   __device__ __forceinline__ uint64_t* StoredOf(int32_t tile_class) const {
     return &view.At<WorkspaceHeader>(view.rank, 0)->tiles_stored[tile_class];
   }
 };
 static_assert(sizeof(GroupedMatmulReduceScatterArgs) <= 4096);
-
-// The signal, on `dst`, of an item that `src` has summed.
-__device__ __forceinline__ Signal* ItemSignal(const GroupedMatmulReduceScatterArgs& args,
-                                              const CallContext& call, int dst, int src,
-                                              int32_t item) {
-  return args.view.At<Signal>(
-      dst, args.workspace.SignalOffset(call.epoch) + args.layout.SignalOffset(dst, src, item));
-}
-// The sum, on `dst`, of a token that `src` has sent.
-__device__ __forceinline__ char* SlotOf(const GroupedMatmulReduceScatterArgs& args,
-                                        const CallContext& call, int dst, int src, int64_t token) {
-  return args.view.At(
-      dst, args.workspace.DataOffset(call.epoch) + args.layout.RowOffset(dst, src, token));
-}
 
 // The table of spans, and behind it the number of blocks of each class. Both lie in the shared
 // memory of the send boxes, which this op does not need: its sums pass through registers.
@@ -77,16 +63,9 @@ class ClassTable {
   // Called by all consumers of the CTA.
   __device__ void Make(const Args& args, bool leads) const {
     spans_.Make(args, leads);
-    const int32_t groups = args.groups.groups;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
     for (int32_t c = warp; c < args.order.Classes(); c += 4 * Config::kConsumers) {
-      int32_t blocks = 0;
-      for (int32_t e = lane; e < groups; e += 32) {
-        const auto before = spans_.BeforeOf(e);
-        blocks +=
-            args.order.BlocksOf(args.order.RowsOfClass(c, before), before(args.order.Segments()));
-      }
-      const int32_t sum = WarpInclusiveSum(blocks);
+      const int32_t sum = BlocksOfClass(args, spans_, c);
       if (lane == 31) ptx::StoreShared4(blocks_ + 4 * c, sum);
     }
     __syncwarp();
@@ -108,154 +87,6 @@ class ClassTable {
   uint32_t blocks_;
 };
 
-// The sums of grouped_matmul_reduce_scatter's kernel, as work items (core/scattered_tiles.h): send
-// warps take them while tiles are computed, consumers when there are no more tiles.
-//
-//   writes  of a peer's item: slots in the peer's workspace, then the item's signal. Of an own
-//           item: out
-//   waits   for the tiles of this rank that have the item's rows (core/tile_counts.h). Of an own
-//           item: for the same item of every peer
-//   order   y's rows were written by TMA or by consumers, and counted with release at GPU scope;
-//           the signal, with release at system scope, follows the stores of all lanes. Rows and
-//           slots are read past L1
-//   reset   never: core/signal.h
-//
-// Deadlock: a consumer comes here when there are no more tiles to take. So each tile is stored, or
-// on its way through a CTA whose other warps wait for nobody. Items are taken in order. When an
-// item waits for peers, the items that these peers wait for have therefore been taken, by warps
-// that wait only for tiles.
-
-// T: of y and the sums, a 16-bit type or float. Each lane has kVectors vectors of the item at a
-// time, and loads kBatch rows of each together.
-template <typename Config, typename T, int kVectors, int kBatch>
-class TokenSums {
- public:
-  using Args = GroupedMatmulReduceScatterArgs;
-
-  // Takes items until none is left. Called by a full warp.
-  static __device__ void Run(const Args& args, const CallContext& call,
-                             const ClassTable<Config>& table) {
-    const int lane = threadIdx.x % 32;
-    const int32_t count = args.items.Count();
-    int32_t complete = 0;  // classes whose tiles are known to be stored
-    for (;;) {
-      const int32_t i = __shfl_sync(0xffffffff, lane == 0 ? TakeCopy(args) : 0, 0);
-      if (i >= count) return;
-      const SumItems::Item item = args.items.At(i);
-      if (item.count <= 0) continue;
-      const uint64_t since = call.Start();
-      for (; complete <= item.cls; ++complete) {
-        if (lane == 0) {
-          AwaitTiles(args.StoredOf(complete), table.BlocksOf(complete), complete, call.wait);
-        }
-        __syncwarp();
-      }
-      const bool is_own = item.owner == args.view.rank;
-      if (is_own) {
-        if (lane < args.view.world && lane != args.view.rank) {
-          AwaitPeer(call, ItemSignal(args, call, item.owner, lane, item.place), lane, item.place);
-        }
-        __syncwarp();
-      }
-      if (lane == 0) call.Done(EventKind::kWaitPartials, since, item.owner, item.place);
-      const uint64_t start = call.Start();
-      for (int32_t v = lane; v < item.count * Columns(args); v += 32 * kVectors) {
-        Sum(args, call, item, is_own, v);
-      }
-      __syncwarp();
-      if (lane == 0) {
-        if (!is_own) {
-          // After a failed wait the sums may be wrong.
-          StoreReleaseUnless(call.wait.stop,
-                             ItemSignal(args, call, item.owner, args.view.rank, item.place),
-                             call.signal);
-        }
-        call.Done(is_own ? EventKind::kCopy : EventKind::kSend, start, item.owner, item.place);
-      }
-    }
-  }
-
- private:
-  // Vectors of a row.
-  static __device__ int32_t Columns(const Args& args) { return args.n / Vector<T>::kSize; }
-
-  // Vectors v, v + 32, ... of the item.
-  static __device__ void Sum(const Args& args, const CallContext& call, const SumItems::Item& item,
-                             bool is_own, int32_t v) {
-    const int32_t columns = Columns(args), all = item.count * columns;
-    Vector<T> sums[kVectors]{};
-#pragma unroll 1
-    for (int32_t j0 = 0; j0 < args.choices; j0 += kBatch) {
-      uint4 rows[kVectors][kBatch];
-      float weights[kVectors][kBatch];
-      bool is_there[kVectors][kBatch];
-#pragma unroll
-      for (int u = 0; u < kVectors; ++u) {
-        const int32_t at = v + 32 * u, token = at / columns, column = at - token * columns;
-        const int32_t slot = (item.owner * args.tokens + item.first + token) * args.choices + j0;
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          const int32_t row =
-              at < all && j0 + b < args.choices ? __ldg(args.destination + slot + b) : -1;
-          is_there[u][b] = 0 <= row && row < RowsOf(args);
-          if (!is_there[u][b]) continue;
-          weights[u][b] = __ldg(args.weights + slot + b);
-          rows[u][b] = ptx::LoadGlobal16(static_cast<const char*>(args.y_data) +
-                                         (int64_t{row} * columns + column) * 16);
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < kVectors; ++u) {
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          if (is_there[u][b]) sums[u].AddTimes(weights[u][b], Vector<T>::Of(rows[u][b]));
-        }
-      }
-    }
-    if (is_own) AddPeers(args, call, item, v, sums);
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-      const int32_t at = v + 32 * u;
-      if (at >= all) continue;
-      char* to = is_own ? args.out + item.first * args.layout.row_bytes
-                        : SlotOf(args, call, item.owner, args.view.rank, item.first);
-      ptx::StoreGlobal16(to + int64_t{at} * 16, sums[u].Rounded());
-    }
-  }
-
-  // The sums over ranks, in their order, each part rounded.
-  static __device__ void AddPeers(const Args& args, const CallContext& call,
-                                  const SumItems::Item& item, int32_t v,
-                                  Vector<T> (&sums)[kVectors]) {
-    const int32_t all = item.count * Columns(args);
-    uint4 own[kVectors];
-#pragma unroll
-    for (int u = 0; u < kVectors; ++u) {
-      own[u] = sums[u].Rounded();
-      sums[u] = Vector<T>{};
-    }
-#pragma unroll 1
-    for (int src = 0; src < args.view.world; ++src) {
-      uint4 parts[kVectors];
-#pragma unroll
-      for (int u = 0; u < kVectors; ++u) {
-        const int32_t at = v + 32 * u;
-        parts[u] = own[u];
-        if (src == args.view.rank || at >= all) continue;
-        parts[u] = ptx::LoadGlobal16(SlotOf(args, call, args.view.rank, src, item.first) +
-                                     int64_t{at} * 16);
-      }
-#pragma unroll
-      for (int u = 0; u < kVectors; ++u) sums[u].Add(Vector<T>::Of(parts[u]));
-    }
-  }
-
-  // Rows that some group has.
-  static __device__ int32_t RowsOf(const Args& args) {
-    return Min(args.groups.rows, __ldg(args.offsets + args.groups.groups));
-  }
-};
-
 template <typename Config_>
 struct GroupedMatmulReduceScatterSm90 : GroupedMatmulSm90<Config_> {
   using Config = Config_;
@@ -266,10 +97,11 @@ struct GroupedMatmulReduceScatterSm90 : GroupedMatmulSm90<Config_> {
   using Table = ClassTable<Config>;
 
   // A tile is passed on as the forward product does, but for n: class * tiles_n + tile column.
-  struct Schedule : ClassedGroups<Config, ScatteredTiles>, Counted {
+  struct Schedule : ClassedGroups<ScatteredTiles>, Counted {
     __device__ Schedule(const Args& args, const GemmSmem<Config>& smem, bool leads)
-        : ClassedGroups<Config, ScatteredTiles>(args.order, Table(args, smem).spans(),
-                                                args.groups.groups, leads) {}
+        : ClassedGroups<ScatteredTiles>(args.order, Table(args, smem).spans(), args.groups.groups) {
+      if (leads) Table(args, smem).spans().Await();
+    }
     __device__ Tile At(const Args&, int32_t t) const { return this->TileOf(t, this->tile_class()); }
     static __device__ void MakeTable(const Args& args, const GemmSmem<Config>& smem, uint32_t cta) {
       Table(args, smem).Make(args, /*leads=*/cta == 0);
@@ -342,9 +174,9 @@ struct GroupedMatmulReduceScatterSm90 : GroupedMatmulSm90<Config_> {
     template <int kVectors, int kBatch>
     static __device__ void Sums(const Args& args, const CallContext& call, const Table& table) {
       if (args.out_f32) {
-        TokenSums<Config, float, kVectors, kBatch>::Run(args, call, table);
+        TokenSums<Args, float, kVectors, kBatch>::Run(args, call, table);
       } else {
-        TokenSums<Config, T, kVectors, kBatch>::Run(args, call, table);
+        TokenSums<Args, T, kVectors, kBatch>::Run(args, call, table);
       }
       __syncwarp();
     }

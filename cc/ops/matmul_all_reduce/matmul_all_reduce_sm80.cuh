@@ -3,9 +3,8 @@
 // kernel.
 //
 // Each rank owns whole tile rows. Threads store a finished local tile to y, and row by row to a
-// slot in each peer's workspace. After each tile of its own, a CTA's warps copy peers' finished
-// tiles to y, as far as they have arrived: the other CTA of the SM multiplies meanwhile. After the
-// last tile they wait for the rest.
+// slot in each peer's workspace. Between tiles warps copy peers' finished tiles to y
+// (gpu/tile_receiver_sm80.cuh).
 //
 // Of few rows both ranks compute all tiles, send their sums in fragment order, rounded, and add the
 // peer's to their own, rounded alike.
@@ -26,6 +25,7 @@
 #ifndef JFLUX_OPS_MATMUL_ALL_REDUCE_MATMUL_ALL_REDUCE_SM80_CUH_
 #define JFLUX_OPS_MATMUL_ALL_REDUCE_MATMUL_ALL_REDUCE_SM80_CUH_
 
+#include "gpu/tile_receiver_sm80.cuh"
 #include "ops/matmul_all_reduce/matmul_all_reduce.h"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter_sm80.cuh"
 
@@ -48,7 +48,6 @@ struct MatmulAllReduceSm80 : MatmulReduceScatterSm80<Config_> {
   using Args = MatmulAllReduceArgs80;
   using Base = MatmulReduceScatterSm80<Config>;
   using T = typename Config::T;  // of y too
-  static constexpr int kPerVector = kVectorBytes / sizeof(T);
 
   struct Operands : Base::Operands {
     static constexpr int kMostTerms = 1;
@@ -74,77 +73,27 @@ struct MatmulAllReduceSm80 : MatmulReduceScatterSm80<Config_> {
                         args.workspace.DataOffset(call.epoch) + args.few_rows.M64Offset(tile.n, 0));
   }
 
-  // Peers' finished tiles, on their way to y: items are kItemRows rows of a tile, in about the
-  // order in which tiles are finished.
-  struct Receiver {
-    static constexpr int kItemRows = 32, kItemsOfTile = Config::kTileM / kItemRows;
-
-    // The item that this warp holds; -1: none. Its lanes alone use it.
-    static __device__ int32_t& Held() {
-      __shared__ int32_t held[Config::kThreads / 32];
-      return held[threadIdx.x / 32];
-    }
-    // Called by a full warp. Copies one item to y if it has arrived; with `waits`, waits for it.
-    // False if it has not arrived or if there are no more.
-    template <bool kWaits>
-    static __device__ __forceinline__ bool Receive(const Args& args, const CallContext& call) {
-      const bool leads = threadIdx.x % 32 == 0;
-      const int peers = args.view.world - 1;
-      if (leads && Held() < 0) Held() = TakeTransfer(args);
-      __syncwarp();
-      const int32_t item = Held(), each = kItemsOfTile * peers;
-      if (item >= args.rank_row_blocks * args.tiles_n * each) return false;
-      const int32_t i = item / each, of_tile = item - i * each;
-      const int src = (args.view.rank + 1 + of_tile / kItemsOfTile) % args.view.world;
-      const Tile place = GroupedTile(i, args.rank_row_blocks, args.tiles_n, args.group_m);
-      const Tile tile{src * args.rank_row_blocks + place.m, place.n};
-      bool has_arrived = true;
-      if (leads) {
-        const Signal* signal = FinishedSignal(args, call, args.view.rank, src, tile);
-        if constexpr (kWaits) {
-          AwaitPeer(call, signal, src, args.layout.SlotOf(src, tile));
-        } else {
-          has_arrived = HasArrived(call, signal);
-        }
-      }
-      if (!__shfl_sync(0xffffffff, has_arrived, 0)) return false;
-      const uint64_t start = call.Start();
-      const int64_t row0 = of_tile % kItemsOfTile * kItemRows;
-      const int64_t n0 = static_cast<int64_t>(tile.n) * Config::kTileN;
-      Copy(FinishedTile(args, call, args.view.rank, src, tile) + row0 * Config::kTileN,
-           static_cast<T*>(args.all) +
-               (static_cast<int64_t>(tile.m) * Config::kTileM + row0) * args.n + n0,
-           args.n, static_cast<int>(Min<int64_t>(args.n - n0, Config::kTileN)) / kPerVector);
-      __syncwarp();
-      if (leads) {
-        Held() = -1;
-        call.Done(EventKind::kCopy, start, src, tile.m);
-      }
-      return true;
-    }
-
-   private:
-    // All of v is set: what is not would hold its registers through the main loop.
-    static __device__ __forceinline__ void Copy(const T* from, T* to, int64_t n, int vectors) {
-      constexpr int kBatch = 8;
-      for (int at = threadIdx.x % 32; at < kItemRows * vectors; at += 32 * kBatch) {
-        uint4 v[kBatch];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const int e = at + 32 * i, row = e / vectors;
-          v[i] = e < kItemRows * vectors
-                     ? ptx::LoadGlobal16(from + row * Config::kTileN + e % vectors * kPerVector)
-                     : make_uint4(0, 0, 0, 0);
-        }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const int e = at + 32 * i, row = e / vectors;
-          if (e >= kItemRows * vectors) continue;
-          ptx::StoreGlobal16(to + row * n + e % vectors * kPerVector, v[i]);
-        }
-      }
-    }
-  };
+  // Peers' finished tiles, in about the order in which they are finished.
+  static __device__ int PeerTiles(const Args& args) {
+    return args.few ? 0 : args.rank_row_blocks * args.tiles_n * (args.view.world - 1);
+  }
+  static __device__ PeerTile<T> PeerTileAt(const Args& args, const CallContext& call, int i) {
+    const int peers = args.view.world - 1, at = i / peers;
+    const int src = (args.view.rank + 1 + i - at * peers) % args.view.world;
+    const Tile place = GroupedTile(at, args.rank_row_blocks, args.tiles_n, args.group_m);
+    const Tile tile{src * args.rank_row_blocks + place.m, place.n};
+    const int64_t row0 = static_cast<int64_t>(tile.m) * Config::kTileM;
+    const int64_t n0 = static_cast<int64_t>(tile.n) * Config::kTileN;
+    return PeerTile<T>{src,
+                       args.layout.SlotOf(src, tile),
+                       FinishedSignal(args, call, args.view.rank, src, tile),
+                       FinishedTile(args, call, args.view.rank, src, tile),
+                       static_cast<T*>(args.all) + row0 * args.n + n0,
+                       args.n,
+                       Config::kTileM,
+                       static_cast<int>(Min<int64_t>(args.n - n0, Config::kTileN))};
+  }
+  using Receiver = TileReceiver80<MatmulAllReduceSm80>;
 
   struct Epilogue : Base::Epilogue {
     // Adds the peer's sums of a tile of few rows.
@@ -214,24 +163,12 @@ struct MatmulAllReduceSm80 : MatmulReduceScatterSm80<Config_> {
         }
         __syncwarp();
       }
-      if (args.few) return;
       // As many as a tile of each peer has for this warp.
-      for (int step = 1; step < args.view.world && Receiver::template Receive<false>(args, call);
-           ++step) {
-      }
+      Receiver::ReceiveArrived(args, call, args.view.world - 1);
     }
   };
 
-  struct Exchange : Base::Exchange {
-    static __device__ void Send(const Args&, const CallContext&) {
-      if (threadIdx.x % 32 == 0) Receiver::Held() = -1;
-    }
-    static __device__ void Finally(const Args& args, const CallContext& call) {
-      if (args.few) return;
-      while (Receiver::template Receive<true>(args, call)) {
-      }
-    }
-  };
+  using Exchange = ReceivingExchange80<MatmulAllReduceSm80>;
 };
 
 JFLUX_GEMM_KERNEL_80(MatmulAllReduce);

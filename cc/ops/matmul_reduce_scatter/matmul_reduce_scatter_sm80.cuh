@@ -210,9 +210,7 @@ struct MatmulReduceScatterSm80 {
     }
   };
 
-  struct Exchange : PeerExchange80 {
-    static __device__ void Send(const Args&, const CallContext&) {}
-  };
+  using Exchange = PeerExchange80;
 };
 
 JFLUX_GEMM_KERNEL_80(MatmulReduceScatter);

@@ -1,7 +1,9 @@
 // The launchers of the portable main loop (gpu/gemm_sm80.cuh), which the simulator does not run:
 // plans for Hopper never take them.
+#include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul.h"
 #include "ops/all_gather_matmul/all_gather_matmul.h"
 #include "ops/grouped_matmul/grouped_matmul.h"
+#include "ops/grouped_matmul_reduce_scatter/grouped_matmul_reduce_scatter.h"
 #include "ops/matmul/matmul.h"
 #include "ops/matmul_all_reduce/matmul_all_reduce.h"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
@@ -24,6 +26,8 @@ bool LoadMatmulKernels80(std::string*) { return true; }
 bool LoadMatmulReduceScatterKernels80(std::string*) { return true; }
 bool LoadGroupedMatmulKernels80(std::string*) { return true; }
 bool LoadMatmulAllReduceKernels80(std::string*) { return true; }
+bool LoadAllGatherGroupedMatmulKernels80(std::string*) { return true; }
+bool LoadGroupedMatmulReduceScatterKernels80(std::string*) { return true; }
 
 bool LaunchAllGatherMatmul80(const AllGatherMatmulParams&, const AllGatherMatmulOperands&,
                              const ProductPlan&, int64_t, const CudaDevice&, const SymmetricView&,
@@ -43,6 +47,18 @@ bool LaunchMatmulReduceScatter80(const MatmulReduceScatterParams&,
 bool LaunchMatmulAllReduce80(const MatmulAllReduceParams&, const MatmulAllReduceArrays&,
                              const ProductPlan&, int64_t, const CudaDevice&, const SymmetricView&,
                              cudaStream_t, std::string* error) {
+  return NotSimulated(error);
+}
+bool LaunchAllGatherGroupedMatmul80(const AllGatherGroupedMatmulParams&,
+                                    const AllGatherGroupedMatmulArrays&, const GemmChoice&, int32_t,
+                                    int64_t, const CudaDevice&, const SymmetricView&, cudaStream_t,
+                                    std::string* error) {
+  return NotSimulated(error);
+}
+bool LaunchGroupedMatmulReduceScatter80(const GroupedMatmulReduceScatterParams&,
+                                        const GroupedMatmulReduceScatterArrays&, const GemmChoice&,
+                                        int64_t, const CudaDevice&, const SymmetricView&,
+                                        cudaStream_t, std::string* error) {
   return NotSimulated(error);
 }
 bool LaunchGroupedMatmul80(const GroupedMatmulParams&, const GroupedMatmulArrays&, cudaStream_t,
