@@ -32,10 +32,11 @@ EVERY, USERS = ((least, 2**31 - 1) for least in (PORTABLE, 0))
 #: Ops with kernels for compute capability 8.0 and later.
 PORTABLE_OPS = (
     "activation_gradient", "all_gather", "all_gather_grouped_matmul", "all_gather_matmul",
-    "all_reduce", "all_to_all", "decode_merge", "flash_decode", "grouped_matmul",
-    "grouped_matmul_dw", "grouped_matmul_reduce_scatter", "matmul", "matmul_all_reduce",
-    "matmul_reduce_scatter", "moe_combine", "moe_dispatch", "moe_gate", "moe_gate_gradient",
-    "moe_route", "moe_rows", "quantize", "ragged_all_to_all", "reduce_scatter",
+    "all_reduce", "all_to_all", "all_to_all_matmul", "decode_merge", "flash_decode",
+    "grouped_matmul", "grouped_matmul_dw", "grouped_matmul_reduce_scatter", "matmul",
+    "matmul_all_reduce", "matmul_all_to_all", "matmul_reduce_scatter", "moe_combine",
+    "moe_dispatch", "moe_gate", "moe_gate_gradient", "moe_route", "moe_rows", "quantize",
+    "ragged_all_to_all", "reduce_scatter",
 )  # fmt: skip
 
 
@@ -211,12 +212,14 @@ def calls_on(arch, monkeypatch, f, *args):
 def test_ops_with_portable_code_take_it(monkeypatch):
     mesh = make_mesh((2,))
 
-    def three(x, w):
+    def five(x, w):
         y = jflux.all_gather_matmul(x, w, axis_name="tp")
+        y = jflux.matmul_all_to_all(y, w, axis_name="tp", split_axis=1, concat_axis=0)
+        y = jflux.all_to_all_matmul(y, w, axis_name="tp", split_axis=0, concat_axis=1)
         y = jflux.matmul_all_reduce(y, jnp.ones((1024, 8192), y.dtype), axis_name="tp")
         return jflux.all_reduce(y[:64, :64], axis_name="tp")
 
-    f = jax.shard_map(three, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P(), check_vma=False)
+    f = jax.shard_map(five, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P(), check_vma=False)
     x, w = (jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16) for _ in range(2))
     with jflux.config(unchecked_kernels=True, always=True):
         planned = calls_on(PORTABLE, monkeypatch, f, x, w)

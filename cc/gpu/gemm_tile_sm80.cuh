@@ -86,10 +86,12 @@ struct RowsToCopy {
 
 // The columns of a tile: kTileN from n0 on, of `w` with `n` columns. `second` has half of them if
 // it is not null: in every 64 columns of the tile the first 32 are w's and the others the second's.
+// `row_bytes`: from one column to the next of a w stored [n, k], if not those of the term's k.
 struct Rhs80 {
   const void* w;
   const void* second;
   int64_t n0, n;
+  int64_t row_bytes = 0;
 
   // The weight of column `c` of the tile, and its column there. Columns past the last repeat it.
   __device__ const char* WeightOf(int c) const {
@@ -174,10 +176,11 @@ class KBlockCopies {
       for (int i = 0; i < RowsToCopy<Config>::kRows; ++i) a_.from[i] = lhs.row[i] + at;
     }
     if constexpr (Config::kTransposeRhs) {
+      const int64_t row_bytes = rhs.row_bytes != 0 ? rhs.row_bytes : k_bytes;
 #pragma unroll
       for (int i = 0; i < RowsToCopy<Config>::kRows; ++i) {
         const int c = RowsToCopy<Config>::RowOf(i);
-        b_.from[i] = rhs.WeightOf(c) + Min(rhs.ColumnOf(c), rhs.n - 1) * k_bytes + at;
+        b_.from[i] = rhs.WeightOf(c) + Min(rhs.ColumnOf(c), rhs.n - 1) * row_bytes + at;
       }
     } else {
       b_.Begin(rhs);

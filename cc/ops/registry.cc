@@ -21,9 +21,9 @@
                      INSTANCE(F8E4M3FN, nk_blocks_quantizing))                                  \
   FOLDER(Matmul, kPortable, OP(Matmul))                                                         \
   FOLDER(MatmulReduceScatter, kPortable, OP(MatmulReduceScatter))                               \
-  FOLDER(MatmulAllToAll, kHopper, OP(MatmulAllToAll))                                           \
+  FOLDER(MatmulAllToAll, kPortable, OP(MatmulAllToAll))                                         \
   FOLDER(MatmulAllReduce, kPortable, OP(MatmulAllReduce))                                       \
-  FOLDER(AllToAllMatmul, kHopper, OP(AllToAllMatmul))                                           \
+  FOLDER(AllToAllMatmul, kPortable, OP(AllToAllMatmul))                                         \
   FOLDER(AllReduce, kPortable, OP(AllReduce))                                                   \
   FOLDER(Exchange, kPortable, OP(AllGather) OP(AllToAll) OP(ReduceScatter))                     \
   FOLDER(RaggedAllToAll, kPortable, OP(RaggedAllToAll))                                         \

@@ -147,12 +147,12 @@ bool AllToAllMatmulCpu(const AllToAllMatmulParams& params, const AllToAllMatmulT
 inline constexpr OpFormats kAllToAllMatmulFormats{
     kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
     SetOf(DType::kF16, DType::kBF16)};
-inline std::string WhyNoKernel(const AllToAllMatmulParams& p, FormatSet machine = kWgmmaFormats,
+inline std::string WhyNoKernel(const AllToAllMatmulParams& p, bool portable,
                                Scales scales = Scales::kNone) {
   if (scales == Scales::kOfBlocks && !p.concat_rows && p.k % kScaleBlock != 0) {
     return "shards of columns must be whole blocks of scales";
   }
-  return WhyNotShards(kAllToAllMatmulFormats, machine, p, p.DTypeOfW());
+  return WhyNotShards(kAllToAllMatmulFormats, FormatsOfLoop(portable), p, p.DTypeOfW());
 }
 
 // Entries of k of a row's scale.
@@ -225,8 +225,14 @@ bool LaunchAllToAllMatmul(const AllToAllMatmulParams& params, const AllToAllMatm
                           const ProductPlan& plan, int64_t site, const CudaDevice& device,
                           const SymmetricView& view, cudaStream_t stream, std::string* error);
 
+// The same by the portable main loop.
+bool LaunchAllToAllMatmul80(const AllToAllMatmulParams& params, const AllToAllMatmulArrays& arrays,
+                            const ProductPlan& plan, int64_t site, const CudaDevice& device,
+                            const SymmetricView& view, cudaStream_t stream, std::string* error);
+
 // Loads the kernels on the current device.
 bool LoadAllToAllMatmulKernels(std::string* error);
+bool LoadAllToAllMatmulKernels80(std::string* error);
 
 }  // namespace jflux
 

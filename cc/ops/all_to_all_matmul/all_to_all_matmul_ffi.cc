@@ -27,7 +27,18 @@ bool PlanAllToAllMatmul(CallReader& reader, const Machine& machine, Fields* plan
     *plan = CpuPlan(layout.Workspace().TotalBytes());
     return true;
   }
-  if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine), scales), why_not)) return false;
+  const bool portable = IsForPortable(machine);
+  if (!IsPlannable(call, WhyNoKernel(p, portable, scales), why_not)) return false;
+  if (portable) {
+    const int world = p.rows.world;
+    const int64_t rows = p.rows.PerRank();
+    const GemmChoice choice = p.concat_rows ? GatherGroups(Portable(8), world, rows, p.n, machine)
+                                            : TermGroups(Portable(8), world, rows, machine);
+    *plan = ProductPlan{choice, AllToAllMatmulSenders(p, machine),
+                        CudaLayoutOf(p).Workspace().TotalBytes()}
+                .AsFields();
+    return true;
+  }
   const GemmChoice wanted = call.given.value_or(ChooseAllToAllMatmul(
       p.rows.world, p.rows.PerRank(), p.k, p.n, p.dtype, p.concat_rows, machine, p.transpose_rhs));
   const GemmChoice choice = Possible(p, wanted, scales);
@@ -89,10 +100,11 @@ struct CallOnCuda : PlannedCall<kAllToAllMatmulId, LaunchAllToAllMatmul> {
                    ffi::RemainingRets rest) {
     const std::string why = ReadOperands(a, this, x, w, scales, *y, rest);
     if (!why.empty()) return why;
-    return ReadPlan(a) && WhyNoKernel(p, kWgmmaFormats, arrays.scales).empty() &&
-                   plan.choice == Possible(p, plan.choice, arrays.scales)
-               ? ""
-               : kNoKernel;
+    if (!ReadPlan(a) || !WhyNoKernel(p, plan.choice.portable, arrays.scales).empty()) {
+      return kNoKernel;
+    }
+    if (plan.choice.portable) return arrays.scales == Scales::kNone ? "" : kNoKernel;
+    return plan.choice == Possible(p, plan.choice, arrays.scales) ? "" : kNoKernel;
   }
   int64_t WorkspaceBytes() const { return CudaLayoutOf(p).Workspace().TotalBytes(); }
 };

@@ -43,12 +43,17 @@ bool EncodeTermOfW(CUtensorMap* map, const AllToAllMatmulParams& p, const void* 
 
 }  // namespace
 
-bool LoadAllToAllMatmulKernels(std::string* error) { return LoadGemmInstances<Instances>(error); }
+bool LoadAllToAllMatmulKernels(std::string* error) {
+  return LoadBothLoops(LoadGemmInstances<Instances>, LoadAllToAllMatmulKernels80, error);
+}
 
 bool LaunchAllToAllMatmul(const AllToAllMatmulParams& p, const AllToAllMatmulArrays& arrays,
                           const ProductPlan& plan, int64_t site, const CudaDevice& device,
                           const SymmetricView& view, cudaStream_t stream, std::string* error) {
   const GemmChoice& choice = plan.choice;
+  if (choice.portable) {
+    return LaunchAllToAllMatmul80(p, arrays, plan, site, device, view, stream, error);
+  }
   const Rows& r = p.rows;
   const int64_t rows = r.PerRank();
   AllToAllMatmulArgs args{};

@@ -131,12 +131,12 @@ bool MatmulAllToAllCpu(const MatmulAllToAllParams& params, const ShardTiling& ti
 inline constexpr OpFormats kMatmulAllToAllFormats{
     kHalves | SetOf(DType::kF8E4M3FN, DType::kF8E5M2, DType::kS8),
     SetOf(DType::kF16, DType::kBF16)};
-inline std::string WhyNoKernel(const MatmulAllToAllParams& p, FormatSet machine = kWgmmaFormats,
+inline std::string WhyNoKernel(const MatmulAllToAllParams& p, bool portable,
                                Scales scales = Scales::kNone) {
   if (scales == Scales::kOfBlocks && !p.split_rows && p.n % kScaleBlock != 0) {
     return "shards of columns must be whole blocks of scales";
   }
-  return WhyNotShards(kMatmulAllToAllFormats, machine, p, p.DTypeOfW());
+  return WhyNotShards(kMatmulAllToAllFormats, FormatsOfLoop(portable), p, p.DTypeOfW());
 }
 
 inline AllToAllLayout CudaLayoutOf(const MatmulAllToAllParams& p, const GemmChoice& c) {
@@ -177,8 +177,14 @@ bool LaunchMatmulAllToAll(const MatmulAllToAllParams& params, const MatmulAllToA
                           const ProductPlan& plan, int64_t site, const CudaDevice& device,
                           const SymmetricView& view, cudaStream_t stream, std::string* error);
 
+// The same by the portable main loop.
+bool LaunchMatmulAllToAll80(const MatmulAllToAllParams& params, const MatmulAllToAllArrays& arrays,
+                            const ProductPlan& plan, int64_t site, const CudaDevice& device,
+                            const SymmetricView& view, cudaStream_t stream, std::string* error);
+
 // Loads the kernels on the current device.
 bool LoadMatmulAllToAllKernels(std::string* error);
+bool LoadMatmulAllToAllKernels80(std::string* error);
 
 }  // namespace jflux
 

@@ -21,7 +21,14 @@ bool PlanMatmulAllToAll(CallReader& reader, const Machine& machine, Fields* plan
     *plan = CpuPlan(layout.Workspace().TotalBytes());
     return true;
   }
-  if (!IsPlannable(call, WhyNoKernel(p, FormatsOf(machine), scales), why_not)) return false;
+  const bool portable = IsForPortable(machine);
+  if (!IsPlannable(call, WhyNoKernel(p, portable, scales), why_not)) return false;
+  if (portable) {
+    const GemmChoice choice = Portable(8);
+    *plan = ProductPlan{choice, /*senders=*/0, CudaLayoutOf(p, choice).Workspace().TotalBytes()}
+                .AsFields();
+    return true;
+  }
   const GemmChoice wanted = call.given.value_or(
       ChooseAllToAll(p.rows.world, p.rows.PerRank(), p.n, p.k, p.dtype, machine, p.transpose_rhs));
   const GemmChoice choice = Possible(p, wanted, scales);
@@ -72,10 +79,11 @@ struct CallOnCuda : PlannedCall<kMatmulAllToAllId, LaunchMatmulAllToAll> {
                    ffi::RemainingArgs scales, ffi::Result<ffi::AnyBuffer> y) {
     const std::string why = ReadOperands(a, this, x, w, scales, *y);
     if (!why.empty()) return why;
-    return ReadPlan(a) && WhyNoKernel(p, kWgmmaFormats, arrays.scales).empty() &&
-                   plan.choice == Possible(p, plan.choice, arrays.scales)
-               ? ""
-               : kNoKernel;
+    if (!ReadPlan(a) || !WhyNoKernel(p, plan.choice.portable, arrays.scales).empty()) {
+      return kNoKernel;
+    }
+    if (plan.choice.portable) return arrays.scales == Scales::kNone ? "" : kNoKernel;
+    return plan.choice == Possible(p, plan.choice, arrays.scales) ? "" : kNoKernel;
   }
   int64_t WorkspaceBytes() const { return CudaLayoutOf(p, plan.choice).Workspace().TotalBytes(); }
 };

@@ -14,12 +14,17 @@ struct Instances : FewOfInt8<MatmulAllToAllKernels> {
 
 }  // namespace
 
-bool LoadMatmulAllToAllKernels(std::string* error) { return LoadGemmInstances<Instances>(error); }
+bool LoadMatmulAllToAllKernels(std::string* error) {
+  return LoadBothLoops(LoadGemmInstances<Instances>, LoadMatmulAllToAllKernels80, error);
+}
 
 bool LaunchMatmulAllToAll(const MatmulAllToAllParams& p, const MatmulAllToAllArrays& arrays,
                           const ProductPlan& plan, int64_t site, const CudaDevice& device,
                           const SymmetricView& view, cudaStream_t stream, std::string* error) {
   const GemmChoice& choice = plan.choice;
+  if (choice.portable) {
+    return LaunchMatmulAllToAll80(p, arrays, plan, site, device, view, stream, error);
+  }
   const Rows& r = p.rows;
   MatmulAllToAllArgs args{};
   args.layout = CudaLayoutOf(p, choice);
