@@ -3,7 +3,7 @@ every tile that is compiled, on one GPU and on several, on random calls against 
 in dispatch_grouped_matmul and grouped_matmul_combine; a table comes last:
 
 python tests/gathered_gpu.py [--only gather|scatter|products] [--calls 160] [--ranks 2] [--seed 0]
-    [--limit 400]
+    [--limit 400] [--portable]
 
 A call draws the number of tokens (odd, too), choices, experts (some hundreds, too), widths, type,
 tile, epilogue and routing: balanced, with slots that have no expert, all for one expert, or of the
@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 from routed import TILES, draw_chosen, draw_many, exact, rows_of_experts
 
 import jflux
-from jflux import moe, testing
+from jflux import _config, _native, moe, testing
 from jflux._call import tuning_tables
 from jflux._ops.experts import all_gather_grouped_matmul
 
@@ -215,8 +215,11 @@ def main() -> int:
     parser = random_checks.parser(__doc__, calls=160, limit=400)
     parser.add_argument("--only", choices=("gather", "scatter", "products"))
     parser.add_argument("--ranks", type=int, default=min(2, len(jax.devices())))
+    parser.add_argument("--portable", action="store_true", help="by portable code")
     args = parser.parse_args()
-    jflux.config.update(strict=True, always=True)
+    jflux.config.update(strict=True, always=True, unchecked_kernels=args.portable)
+    if args.portable:
+        _config.override_for_good(arch=_native.PORTABLE_ARCH)
     jflux.init(deadline_seconds=20)  # a rank that hangs is told of soon
     checks = random_checks.Checks(args.limit)
     ops = {

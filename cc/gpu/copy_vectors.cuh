@@ -37,7 +37,7 @@ __device__ __forceinline__ void CopyVectors(int count, From&& from, To&& to) {
 // Whether this CTA is among the first to ask for sending. Called by all threads.
 template <typename Args>
 __device__ bool CtaMaySend(const Args& args) {
-  __shared__ bool sends;
+  JFLUX_SHARED(bool, sends);
   if (threadIdx.x < 32) sends = MaySend(args);
   __syncthreads();
   return sends;

@@ -143,7 +143,7 @@ __device__ __forceinline__ void RunGemm80(const typename Op::Args& args) {
   using Config = typename Op::Config;
   using Exchange = typename Op::Exchange;
   JFLUX_DYNAMIC_SHARED(uint8_t, 256, storage);
-  __shared__ int32_t taken[3];  // a Tile
+  JFLUX_SHARED(int32_t[3], taken);  // a Tile
   const uint32_t smem = ptx::SmemAddress(storage);
   const CallContext call = Exchange::Begin(args);
   const bool leads = threadIdx.x == 0;

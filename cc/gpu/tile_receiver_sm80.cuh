@@ -46,7 +46,7 @@ struct TileReceiver80 {
 
   // The item that this warp holds; -1: none. Its first lane alone uses it.
   static __device__ int32_t& Held() {
-    __shared__ int32_t held[Config::kThreads / 32];
+    JFLUX_SHARED(int32_t[Config::kThreads / 32], held);
     return held[threadIdx.x / 32];
   }
   // Called by a full warp. Copies one item if it has arrived; with kWaits, waits for it. False if

@@ -93,7 +93,7 @@ struct AllGatherGroupedMatmulSm80 : GroupedMatmulSm80<Config_> {
   struct Exchange : PeerExchange80 {
     // Chunks of each rank that are known to have arrived: of the first warp's lanes.
     static __device__ int32_t& Arrived() {
-      __shared__ int32_t arrived[32];
+      JFLUX_SHARED(int32_t[32], arrived);
       return arrived[threadIdx.x % 32];
     }
     struct Rows {

@@ -135,16 +135,7 @@ struct GroupedMatmulDwSm90 {
     static __device__ void Send(const Args& args, const CallContext&, const GemmSmem<Config>&) {
       const GroupedRows& groups = args.groups;
       const int64_t bytes = int64_t{args.k} * args.n * (args.out_f32 ? 4 : 2);
-      const int64_t sum = ForEachGroup(
-          groups.group_sizes, groups.groups, groups.rows,
-          [&](int32_t first, bool is_group, GroupRows rows) {
-            uint32_t empty = __ballot_sync(0xffffffff, is_group && rows.begin == rows.end);
-            for (; empty != 0; empty &= empty - 1) {
-              const int64_t group = first + __ffs(empty) - 1;
-              ZeroFill(args.dw_data, group * bytes, (group + 1) * bytes);
-            }
-          });
-      CheckSizes(groups, sum);
+      CheckSizes(groups, FillEmptyGroups(groups, args.dw_data, bytes));
     }
   };
 };

@@ -312,16 +312,7 @@ struct GroupedMatmulDwSm80 {
       const GroupedRows& groups = args.groups;
       const int64_t bytes =
           int64_t{args.k} * args.n * (args.out_f32 ? int64_t{4} : int64_t{sizeof(T)});
-      const int64_t sum = ForEachGroup(groups.group_sizes, groups.groups, groups.rows,
-                                       [&](int32_t first, bool is_group, GroupRows rows) {
-                                         uint32_t empty = __ballot_sync(
-                                             0xffffffff, is_group && rows.begin == rows.end);
-                                         for (; empty != 0; empty &= empty - 1) {
-                                           const int64_t group = first + __ffs(empty) - 1;
-                                           ZeroFill(args.dw, group * bytes, (group + 1) * bytes);
-                                         }
-                                       });
-      CheckSizes(groups, sum);
+      CheckSizes(groups, FillEmptyGroups(groups, args.dw, bytes));
     }
   };
 };

@@ -7,6 +7,7 @@
 #include "core/signal.h"
 #include "gpu/call.cuh"
 #include "gpu/device_state.h"
+#include "gpu/group_table.cuh"
 #include "gpu/ptx.cuh"
 
 namespace jflux {
@@ -29,6 +30,21 @@ __device__ __forceinline__ void ZeroFill(void* data, int64_t begin, int64_t end)
   for (; at < end; at += step) {
     ptx::StoreGlobal16(static_cast<char*>(data) + at, make_uint4(0, 0, 0, 0));
   }
+}
+
+// Zeros for groups without rows in an array of `bytes` for each group. Returns the sum of the sizes
+// (ForEachGroup). Called by a full warp of each CTA.
+__device__ __forceinline__ int64_t FillEmptyGroups(const GroupedRows& groups, void* data,
+                                                   int64_t bytes) {
+  return ForEachGroup(groups.group_sizes, groups.groups, groups.rows,
+                      [&](int32_t first, bool is_group, GroupRows rows) {
+                        uint32_t empty =
+                            __ballot_sync(0xffffffff, is_group && rows.begin == rows.end);
+                        for (; empty != 0; empty &= empty - 1) {
+                          const int64_t group = first + __ffs(empty) - 1;
+                          ZeroFill(data, group * bytes, (group + 1) * bytes);
+                        }
+                      });
 }
 
 // Reports sizes that are negative, or sum to more than the rows that there are, and traps. Called

@@ -114,7 +114,7 @@ struct GroupedMatmulReduceScatterSm80 : GroupedMatmulSm80<Config_> {
           AwaitPeer(call, ItemSignal(args, call, item.owner, lane, item.place), lane, item.place);
         }
         __syncwarp();
-        TokenSums<Args, U, /*kVectors=*/2, /*kBatch=*/4, /*kSetsAll=*/true>::SumItem(args, call,
+        TokenSums<Args, U, /*kVectors=*/1, /*kBatch=*/4, /*kSetsAll=*/true>::SumItem(args, call,
                                                                                      item);
       }
       if (lane == 0) Held() = -1;
@@ -124,7 +124,7 @@ struct GroupedMatmulReduceScatterSm80 : GroupedMatmulSm80<Config_> {
   static_assert(kMostTileClasses <= 32);
   // The item that this warp holds; -1: none. Its first lane alone uses it.
   static __device__ int32_t& Held() {
-    __shared__ int32_t held[Config::kThreads / 32];
+    JFLUX_SHARED(int32_t[Config::kThreads / 32], held);
     return held[threadIdx.x / 32];
   }
   static __device__ __forceinline__ bool SumOne(const Args& args, const CallContext& call,

@@ -83,6 +83,19 @@ TEST(GathersAndMultiplies) {
   simt::ExpectNoneWrong(kCases, Run, simt::Schedules(1) == 1 ? kUsual : std::size(kCases));
 }
 
+// The kernel of the portable main loop. Few k-blocks: many copies at a time take long here.
+const Case kPortableCases[] = {
+    {With(GatheredParams(3, 30, 2, 2, 40, 120, 2, kF16, kF32), true, false, false), Portable(2), 1,
+     kLate},
+    {With(GatheredParams(2, 50, 3, 0, 24, 72, 3, kBF16, kF32), false, true, true), Portable(8), 3,
+     kLate},
+};
+
+TEST(InPortableCode) {
+  simt::SetSmCount(2);
+  simt::ExpectNoneWrong(kPortableCases, Run);
+}
+
 TEST(MissingWaitsAreFound) {
   simt::SetSmCount(kSms);
   simt::ExpectWrongWithoutWaits(kCases[1], Run, 4);

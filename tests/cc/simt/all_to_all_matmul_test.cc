@@ -87,6 +87,17 @@ TEST(ExchangesAndMultiplies) {
   simt::ExpectNoneWrong(kCases, Run);
 }
 
+// The kernel of the portable main loop. Few k-blocks: many copies at a time take long here.
+const Case kPortableCases[] = {
+    {ParamsOf({2, 1, 60}, 40, 200, kBF16, kBF16, 1, false, true), Portable(1), 2},
+    {ParamsOf({3, 1, 30}, 40, 72, kF16, kF16, 0, true, true), Portable(1), 1, kLate},
+};
+
+TEST(InPortableCode) {
+  simt::SetSmCount(2);
+  simt::ExpectNoneWrong(kPortableCases, Run);
+}
+
 TEST(ScalesOfANeighbourAreFound) {
   simt::SetSmCount(3);
   for (Case c : kCases) {

@@ -181,6 +181,19 @@ TEST(SumsAndScatters) {
   }
 }
 
+// The kernel of the portable main loop. Few k-blocks: many copies at a time take long here.
+const Case kPortableCases[] = {
+    {2, 60, 2, 2, 2, 24, 200, 2, false, Portable(8)},
+    {3, 30, 2, 1, 3, 40, 136, 3, true, Portable(2), {0, /*max_delay_us=*/100}},
+};
+
+TEST(InPortableCode) {
+  simt::SetSmCount(2);
+  for (const Case& c : kPortableCases) {
+    EXPECT_EQ((Run<__nv_bfloat16, __nv_bfloat16>(c, 1)), 0) << "case " << &c - kPortableCases;
+  }
+}
+
 TEST(MissingWaitsAreFound) {
   simt::SetSmCount(kSms);
   Case c = kCases[0];

@@ -24,6 +24,7 @@
 #undef __global__
 #undef __host__
 #undef __forceinline__
+#undef __noinline__
 #undef __launch_bounds__
 #undef __grid_constant__
 #undef __shared__
@@ -32,6 +33,7 @@
 #define __global__
 #define __host__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __shared__ write_JFLUX_SHARED_instead

@@ -113,6 +113,17 @@ TEST(MultipliesAndReduces) {
   simt::ExpectNoneWrong(kCases, Run);
 }
 
+// The kernel of the portable main loop. Few k-blocks: many copies at a time take long here.
+const Case kPortableCases[] = {
+    {{2, 1, 60}, 40, 264, kF16, true, true, Portable(0), 0, kLate},
+    {{3, 1, 128}, 24, 136, kBF16, false, true, Portable(0), 0, kLate},
+};
+
+TEST(InPortableCode) {
+  simt::SetSmCount(2);
+  simt::ExpectNoneWrong(kPortableCases, Run);
+}
+
 TEST(ScalesOfANeighbourAreFound) {
   simt::SetSmCount(kSms);
   for (int i : {11, 15}) {

@@ -86,6 +86,17 @@ TEST(MultipliesAndExchanges) {
   simt::ExpectNoneWrong(kCases, Run);
 }
 
+// The kernel of the portable main loop. Few k-blocks: many copies at a time take long here.
+const Case kPortableCases[] = {
+    {{{2, 1, 60}, 40, 200, kBF16, kBF16, false, true, false}, Portable(1)},
+    {{{3, 1, 70}, 24, 136, kF16, kF16, true, false, true}, Portable(2), 0, kLate},
+};
+
+TEST(InPortableCode) {
+  simt::SetSmCount(2);
+  simt::ExpectNoneWrong(kPortableCases, Run);
+}
+
 TEST(ScalesOfANeighbourAreFound) {
   simt::SetSmCount(3);
   for (Case c : kCases) {

@@ -193,6 +193,9 @@ inline void LoadMatrix4(uint32_t (&r)[4], uint32_t smem) {
 inline void LoadMatrix4Transposed(uint32_t (&r)[4], uint32_t smem) {
   simt::LoadMatrix4(r, smem, /*transposed=*/true);
 }
+inline uint32_t RoundToTf32(uint32_t bits) {
+  return (bits + 0x1000) & ~0x1fffu;  // ties away from zero
+}
 inline uint32_t TransposeMatrix(uint32_t two) { return simt::TransposeMatrix(two); }
 template <typename T>
 void Multiply16x8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
