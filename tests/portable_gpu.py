@@ -46,7 +46,7 @@ assert capabilities == {"9.0"}, f"--build is for Hopper, these are {capabilities
 assert gpu_code.arch_here() == gpu_code.FLOAT8, "the GPUs run code for sm_90a, or none for sm_89"
 assert _heap.existing_or_new() == "cuda", _heap.why_no_heap("cuda")
 jflux.config.update(unchecked_kernels=True)
-for op, has_code in {"all_gather_matmul": True, "matmul_all_reduce": False}.items():
+for op, has_code in {"all_gather_matmul": True, "all_gather_attention": False}.items():
     why = gpu_code.why_not(op, gpu_code.arch_here(), gpu_code.gpu_here())
     assert (why is None) == has_code, (op, why)
 """

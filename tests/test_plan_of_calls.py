@@ -296,7 +296,8 @@ def test_links_that_seem_slow_are_told_of(monkeypatch, caplog, kind, gbps, said)
     """Once, since every call asks what the machine is."""
     monkeypatch.setattr(_config, "_said", set())
     monkeypatch.setattr(plans.meshes, "belongs_here", lambda mesh: True)
-    for name, value in (("link_gbps", gbps), ("sm_count", 132), ("kernel_arch", 90)):
+    heap = {"link_gbps": gbps, "sm_count": 132, "kernel_arch": 90, "no_atomics": ""}
+    for name, value in heap.items():
         monkeypatch.setattr(plans._heap, name, lambda value=value: value)
     device = types.SimpleNamespace(device_kind=kind, compute_capability="9.0")
     mesh = types.SimpleNamespace(devices=np.array([device]))
@@ -455,7 +456,7 @@ def test_formats_of_the_native_module():
     for name, row in _native.FORMATS.items():
         assert row.bits == 8 * np.dtype(name).itemsize
         assert (row.hopper is not None) == (name in halves | eights)
-        assert (row.portable is not None) == (name in {*halves, "float32", "int8"})
+        assert (row.portable is not None) == (name in halves | eights | {"float32"})
         assert row.accumulator == sums.get(name, "float32")
         assert row.is_wide == (name in halves | singles)
     assert _product.DTYPES["cpu"] == {np.dtype(d) for d in halves | singles}

@@ -287,12 +287,17 @@ def test_kernel():
     assert _hopper_plan(wire=None, n=768).workspace_bytes > 1.9 * large.workspace_bytes
     assert _hopper_plan(n=768, out=np.float32).workspace_bytes == large.workspace_bytes
     assert _hopper_plan(dtype=jnp.float8_e4m3fn).path == Path.FUSED
-    for no_kernel in ({"n": 320}, {"rows": 500}, {"dtype": np.float32}, {"dtype": jnp.int8}):
+    for no_kernel, why in (
+        ({"n": 320}, "n must be a multiple of 128"), ({"rows": 500}, "have at least 256 rows"),
+        ({"dtype": np.float32}, "float32"), ({"dtype": jnp.int8}, "int8"),
+    ):  # fmt: skip
         plan = _hopper_plan(**no_kernel)
         assert plan.path == Path.DECOMPOSED, no_kernel
-        assert plan.reason == "a product in float32, and a reduce-scatter in int8"
+        assert plan.reason.startswith("a product in float32, and a reduce-scatter in int8: ")
+        assert why in plan.reason
     with jflux.config(always=False, unchecked_kernels=False):
-        assert _hopper_plan(rows=8192).path == Path.DECOMPOSED
+        assert _hopper_plan(rows=8192).reason == "parts travel in int8"
+        assert _hopper_plan().reason.startswith("exact: ")
 
 
 def test_large_calls():

@@ -17,7 +17,7 @@
 namespace jflux {
 
 // As many CTAs as fit: all of them may have chunks to send, also those that find no tile. With
-// tables of more than a KiB fewer may run at a time.
+// tables of more than .9 KiB fewer may run at a time.
 template <typename Config>
 bool LaunchPortable(const void* kernel, void* args, int sm_count, cudaStream_t stream,
                     std::string* error, int table_bytes = 0) {

@@ -15,13 +15,15 @@ bool ReadPeers(std::vector<PeerAccess>* peers, std::string* error) {
   for (int from = 0; from < count; ++from) {
     for (int to = 0; to < count; ++to) {
       if (from == to) continue;
-      int access = 0, atomics = 0;
-      JFLUX_CUDA_OR_FALSE(
-          cudaDeviceGetP2PAttribute(&access, cudaDevP2PAttrAccessSupported, from, to), error);
-      JFLUX_CUDA_OR_FALSE(
-          cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, from, to),
-          error);
-      peers->push_back({from, to, access != 0, atomics != 0});
+      // A GPU that does not answer, which the heap may have no use for, has neither.
+      const auto has = [&](cudaDeviceP2PAttr what) {
+        int value = 0;
+        const bool ok = cudaDeviceGetP2PAttribute(&value, what, from, to) == cudaSuccess;
+        if (!ok) cudaGetLastError();
+        return ok && value != 0;
+      };
+      peers->push_back(
+          {from, to, has(cudaDevP2PAttrAccessSupported), has(cudaDevP2PAttrNativeAtomicSupported)});
     }
   }
   return true;

@@ -86,20 +86,26 @@ inline Fields CpuPlan(int64_t workspace_bytes) {
   return Fields{{"workspace_bytes", workspace_bytes}};
 }
 
-// The attributes `choice`, `senders` and `workspace_bytes`. Empty if no kernel can be meant. A
-// choice has four numbers, and for the portable main loop a fifth, which is 1.
+// The attribute `choice`: four numbers, and for the portable main loop a fifth, which is 1. Empty
+// if none can be meant.
 template <typename Numbers>
-std::optional<ProductPlan> CudaPlanOf(const Numbers& choice, int64_t senders,
-                                      int64_t workspace_bytes) {
+std::optional<GemmChoice> ChoiceOf(const Numbers& choice) {
   const bool portable = choice.size() == 5 && choice[4] == 1;
-  if (choice.size() != (portable ? 5 : 4) || senders < 0 || senders > kMostSms) return std::nullopt;
+  if (choice.size() != (portable ? 5 : 4)) return std::nullopt;
   for (size_t i = 0; i < 4; ++i) {
     if (choice[i] < 0 || choice[i] > kMaxGroup) return std::nullopt;
   }
-  const GemmChoice c{static_cast<int32_t>(choice[0]), static_cast<int32_t>(choice[1]),
-                     static_cast<int32_t>(choice[2]), static_cast<int32_t>(choice[3]), portable};
-  if (!IsPossible(c)) return std::nullopt;
-  return ProductPlan{c, static_cast<int32_t>(senders), workspace_bytes};
+  return GemmChoice{static_cast<int32_t>(choice[0]), static_cast<int32_t>(choice[1]),
+                    static_cast<int32_t>(choice[2]), static_cast<int32_t>(choice[3]), portable};
+}
+
+// The attributes `choice`, `senders` and `workspace_bytes`. Empty if no kernel can be meant.
+template <typename Numbers>
+std::optional<ProductPlan> CudaPlanOf(const Numbers& choice, int64_t senders,
+                                      int64_t workspace_bytes) {
+  const auto c = ChoiceOf(choice);
+  if (!c || senders < 0 || senders > kMostSms || !IsPossible(*c)) return std::nullopt;
+  return ProductPlan{*c, static_cast<int32_t>(senders), workspace_bytes};
 }
 
 // On the CPU there is nothing to choose: four zeros, and no senders.

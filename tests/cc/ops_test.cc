@@ -6,6 +6,7 @@
 
 #include "core/activation.h"
 #include "ops/all_reduce/all_reduce.h"
+#include "ops/grouped_matmul/segments.h"
 #include "plans.h"
 #include "runtime/capi.h"
 #include "runtime/fault.h"
@@ -77,6 +78,7 @@ TEST(ConstantsOfOneListAreInOrder) {
   std::map<std::string, int64_t> next = {{"activations", 1},
                                          {"all_reduce_algorithms", 0},
                                          {"norms", 1},
+                                         {"wire_parts", 0},
                                          {"grouped_tiles", 0},
                                          {"grouped_tiles_of_sums", 0},
                                          {"grouped_tiles_of_blocks", 0},
@@ -135,6 +137,12 @@ TEST(MalformedPlans) {
         Numbers{192 + (int64_t{1} << 32), 2, 8, 1}}) {
     EXPECT(!CudaPlanOf(bad, 0, 1));
   }
+  // Grouped products have tiles that others have not.
+  for (const GemmChoice& c : GroupedChoicesOf(Scales::kNone, /*quantizes=*/false)) {
+    const auto read = ChoiceOf(Numbers{c.tile_n, c.cluster_m, c.group_m, 1});
+    EXPECT(read && *read == c && IsGroupedChoice(*read, /*gated=*/false)) << c.tile_n;
+  }
+  EXPECT(!IsGroupedChoice(*ChoiceOf(Numbers{0, 0, 0, 0}), /*gated=*/false));
   EXPECT(IsCpuPlan(Numbers{0, 0, 0, 0}, 0));
   EXPECT(!IsCpuPlan(good, 0) && !IsCpuPlan(Numbers{0, 0, 0, 0}, 1) && !IsCpuPlan(Numbers{}, 0));
 }

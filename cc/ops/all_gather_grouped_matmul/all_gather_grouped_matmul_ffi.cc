@@ -139,14 +139,14 @@ struct CallOnCuda : Call {
 
   std::string Read(const Attributes& a, ffi::RemainingArgs operands, ffi::RemainingRets results) {
     if (!ReadOperands(a, operands, results)) return kDoNotFit;
-    const auto plan = CudaPlanOf(a.choice, a.senders, /*workspace_bytes=*/0);
+    const auto given = ChoiceOf(a.choice);
     // With no sender all CTAs would wait for tokens for ever.
-    if (!plan || !IsGroupedChoice(plan->choice, p.product.gated) || plan->senders < 1 ||
-        !ArePossibleParts(p.parts, p.world, p.product.groups)) {
+    if (!given || !IsGroupedChoice(*given, p.product.gated) || a.senders < 1 ||
+        a.senders > kMostSms || !ArePossibleParts(p.parts, p.world, p.product.groups)) {
       return kNoKernel;
     }
-    choice = plan->choice;
-    senders = plan->senders;
+    choice = *given;
+    senders = static_cast<int32_t>(a.senders);
     return WhyNoKernel(p, choice.portable);
   }
   int64_t WorkspaceBytes() const { return CudaLayoutOf(p).Workspace().TotalBytes(); }

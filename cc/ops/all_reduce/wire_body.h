@@ -154,8 +154,9 @@ struct WireBody {
       }
     }
   };
-  // `array` begins at element `origin` of all shards.
+  // `array` begins at element `origin` of all shards, or is null.
   JFLUX_HD Lane LaneOf(const void* array, int64_t origin, const Range& range) const {
+    if (array == nullptr) return Lane{nullptr, 0};
     const int at = Codec::lane() * kCount;
     char* base = static_cast<char*>(const_cast<void*>(array));
     return Lane{base + (range.first - origin + at) * int64_t{sizeof(T)},

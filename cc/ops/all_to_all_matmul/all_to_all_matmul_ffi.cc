@@ -100,7 +100,8 @@ struct CallOnCuda : PlannedCall<kAllToAllMatmulId, LaunchAllToAllMatmul> {
                    ffi::RemainingRets rest) {
     const std::string why = ReadOperands(a, this, x, w, scales, *y, rest);
     if (!why.empty()) return why;
-    if (!ReadPlan(a) || !WhyNoKernel(p, plan.choice.portable, arrays.scales).empty()) {
+    if (!ReadPlan(a) || !WhyNoKernel(p, plan.choice.portable, arrays.scales).empty() ||
+        (p.rows.world > 1 && plan.senders < 1)) {
       return kNoKernel;
     }
     if (plan.choice.portable) return arrays.scales == Scales::kNone ? "" : kNoKernel;

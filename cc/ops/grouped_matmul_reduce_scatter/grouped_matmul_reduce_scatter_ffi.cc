@@ -122,12 +122,12 @@ struct CallOnCuda : Call {
                    ffi::AnyBuffer offsets, ffi::AnyBuffer destination, ffi::AnyBuffer source,
                    ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> y) {
     if (!ReadOperands(a, h, w, weights, offsets, destination, source, *out, *y)) return kDoNotFit;
-    const auto plan = CudaPlanOf(a.choice, /*senders=*/0, /*workspace_bytes=*/0);
-    if (!plan || !IsGroupedChoice(plan->choice, /*gated=*/false) ||
+    const auto given = ChoiceOf(a.choice);
+    if (!given || !IsGroupedChoice(*given, /*gated=*/false) ||
         !ArePossibleParts(p.parts, p.world, p.product.groups)) {
       return kNoKernel;
     }
-    choice = plan->choice;
+    choice = *given;
     return WhyNoSegmentedKernel(p.product, choice.portable);
   }
   bool Launch(int64_t site, const CudaDevice& device, const SymmetricView& view,

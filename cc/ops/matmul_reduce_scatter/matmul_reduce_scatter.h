@@ -193,7 +193,8 @@ inline int32_t ReduceScatterSenders(const MatmulReduceScatterParams& p, const Ge
   const TileGrid grid = GridOf(c, p.rows.Total(), p.n, machine.sm_count);
   const bool hides = c.group_m != 0 && !IsOneWave(c, grid.tiles_m * grid.tiles_n, machine.sm_count);
   if (!hides) return 0;
-  return SendingStoreWarps(p.k * SizeOf(p.dtype), p.out_dtype == DType::kF32 ? 2 : 1, machine);
+  const double sent = p.wire ? 0.5 : p.out_dtype == DType::kF32 ? 2 : 1;  // of a 16-bit tile
+  return SendingStoreWarps(p.k * SizeOf(p.dtype), sent, machine);
 }
 
 // The sum of several products is scattered once: y = scatter(sum_i x_i @ w_i) + bias + residual.

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from ... import _config, _native
 from ..._call import explain, forms, plans
 from ..._call.derivatives import differentiated
-from ..._call.forms import Call, Form, Op, Run, WhyNot
+from ..._call.forms import Call, Form, Op, Run, Takes, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
 from ..._call.primitives import make_primitive
 from ..._ranks import meshes
@@ -119,7 +119,13 @@ def scattered(x: jax.Array, way: Way) -> jax.Array:
     return y
 
 
-def form(why: Callable[[Call, Machine], str | None], words: str, exact: Run, run: Run) -> Form[Run]:
+def form(
+    why: Callable[[Call, Machine], str | None],
+    words: str,
+    exact: Run,
+    run: Run,
+    kernel_takes: Takes = lambda call, machine: None,
+) -> Form[Run]:
     """The form of an op that takes the calls with a wire: their parameters have `wire`. Where ranks
     lie on several nodes it takes small ones alone.
 
@@ -128,6 +134,7 @@ def form(why: Callable[[Call, Machine], str | None], words: str, exact: Run, run
       words: what `run` does.
       exact: (operands, params, plan) -> the results, without a wire.
       run: the same with one.
+      kernel_takes: why a kernel does not take what `run` does.
     """
 
     def takes(call: Call, machine: Machine) -> Plan | None:
@@ -137,7 +144,9 @@ def form(why: Callable[[Call, Machine], str | None], words: str, exact: Run, run
             return dataclasses.replace(plans.decomposed(reason), config={"exact": 1})
         if call.levels is not None:
             return None
-        return plans.decomposed(f"{words} in {call.params.wire}")
+        kernel = kernel_takes(call, machine)
+        more = f": {kernel.reason}" if isinstance(kernel, WhyNot) else ""
+        return plans.decomposed(f"{words} in {call.params.wire}{more}")
 
     def either(arrays: Arrays, params: Any, plan: Plan) -> Sequence[Any]:
         return (exact if plan.config else run)(arrays, params, plan)

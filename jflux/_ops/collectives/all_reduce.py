@@ -394,6 +394,9 @@ def _exact_instead(x: Any, params: Params, machine: Machine) -> Params | None:
 
 def why_exact(x: Any, params: Params, machine: Machine) -> str | None:
     """Why a sum of such an x travels as it is, whatever its wire, or None."""
+    if params.world > _product.MAX_RANKS:  # over several nodes, or by the reference
+        size = x.size * x.dtype.itemsize
+        return None if params.algorithm else _quantized_exchange.why_exact(size)
     if _product_plan.why_kernel(params) or not _native_plan(x, params, machine, None).get("exact"):
         return None
     return f"exact: {x.size * x.dtype.itemsize} bytes, for which a quantised wire does not pay"

@@ -94,7 +94,7 @@ def all_gather(
         whose gradient needs no communication: a rank takes its part; or "reduced" (`lax`'s, not
         with groups), whose gradient is "unreduced": a sum over the ranks that is still to be made.
       wire: "float8_e4m3fn" or "int8": data travel quantised, in blocks of 128 elements of the
-        flattened x, each with a float32 scale, values and scales as the bytes of one exchange
+        flattened x, each with a float32 scale
         (ZeRO++'s gathers of weights, arXiv 2306.10209, section 3.1). x is bfloat16, float16 or
         float32. All ranks have the same bits, of their own x too, and a block with a NaN or an
         infinity becomes NaN. With less than 3 MiB that reach a rank data travel as they are, which

@@ -193,7 +193,8 @@ def matmul_all_reduce(
         quantised, and what gradients need; w may be already, by `Recipe.quantize_weight`.
       wire: "float8_e4m3fn" or "int8": what travels is quantised, as in :func:`jflux.all_reduce`; y
         is bfloat16, float16 or float32. It is a product, whose sums in float32 are quantised (by a
-        recipe those in y's type), and that sum over ranks: all have the same bits of y, which is
+        recipe those in y's type), and that sum over ranks, or where :func:`matmul_reduce_scatter`
+        has a kernel for it that and an all-gather: all have the same bits of y, which is
         rounded once, after a residual of its type. Where ranks lie on several nodes, only what
         these send each other is quantised. Below the size from which it pays the call is as
         without, which :func:`jflux.explain` says, unless ``jflux.config(always=True)``.
@@ -521,15 +522,17 @@ def _scatter_of(arrays: Arrays, params: Params) -> tuple[Arrays, matmul_reduce_s
     )
 
 
-def _takes_quantized(call: Call, machine: Machine) -> Plan | None:
+def _takes_quantized(call: Call, machine: Machine) -> Plan | WhyNot | None:
     """A large sum with a wire is scattered in the product, which hides half of it."""
     arrays, params = call.arrays, call.params
     if params.wire is None or call.levels is not None or _why_exact(call, machine):
         return None
-    if arrays[0].shape[0] % params.world != 0:
-        return None
-    if matmul_reduce_scatter.plan_with_wire(*_scatter_of(arrays, params), machine) is None:
-        return None
+    rows, world = arrays[0].shape[0], params.world
+    if rows % world != 0:
+        return WhyNot(f"the {world} ranks do not divide {rows} rows")
+    found = matmul_reduce_scatter.plan_with_wire(*_scatter_of(arrays, params), machine)
+    if not isinstance(found, Plan):
+        return found
     return plans.decomposed(f"scattered in the product, and gathered, in {params.wire}")
 
 
@@ -699,7 +702,7 @@ def _takes_scattered(call: Call, machine: Machine) -> Plan | None:
     sizes = _sizes(call.arrays, call.params)
     if not _is_large(sizes.rows, sizes.n, sizes.out_dtype):
         return None
-    if _product.why_not_8_bits(call.arrays, call.params, machine):
+    if _product.why_not_scaled(call.arrays, call.params, machine):
         return None
     if isinstance(_plan_kernel(call, machine), Plan):
         return None
@@ -789,8 +792,12 @@ _op = Op(
     forms=(
         Form(_takes_quantized, _quantized_halves),
         _quantized_exchange.form(
-            _why_exact, "a product in float32, and an all_reduce", _without_wire, _product_and_sum
-        ),
+            _why_exact,
+            "a product in float32, and an all_reduce",
+            _without_wire,
+            _product_and_sum,
+            _takes_quantized,
+        ),  # fmt: skip
         forms.kernel(_takes, _attributes, canonical=_canonical),
         Form(_two_level_plan.over_nodes(_plan_two_level), _two_level_form),
         Form(_takes_scattered, _scattered_and_gathered),

@@ -139,7 +139,9 @@ def matmul_reduce_scatter(
         `bias` and `residual`, and y is rounded once. On Hopper's GPUs the kernel does it (n a
         multiple of 128, at least 256 rows of a rank, operands of 16 bits or float8_e4m3fn); else it
         is a product and that exchange, of which nothing is hidden. Where ranks lie on several
-        nodes, nodes sum as without a wire, and what they send each other is quantised alone. With
+        nodes, nodes sum as without a wire, and what they send each other is quantised alone (of
+        operands with scales all parts). In the kernel a ratio is x times the scale's reciprocal,
+        and products are joined with sums: values are within a step of the definition's. With
         less than 3 MiB that reach a rank the call is as without, which :func:`jflux.explain` says,
         unless ``jflux.config(always=True)``.
       grad_wire: likewise, of what derivatives send, which is exact by default (straight through):
@@ -430,10 +432,9 @@ def _kept(operands: Sequence[Any], params: Params) -> Any:
     return list(xs), list(ws)
 
 
-def plan_with_wire(arrays: Arrays, params: Params, machine: Machine) -> Plan | None:
-    """The plan of a call inside a node, if its kernel quantises what travels."""
-    found = _takes_wire(Call(arrays, params), machine)
-    return found if isinstance(found, Plan) else None
+def plan_with_wire(arrays: Arrays, params: Params, machine: Machine) -> Plan | WhyNot | None:
+    """The plan of a call inside a node whose kernel quantises what travels, or why it has none."""
+    return _takes_wire(Call(arrays, params), machine)
 
 
 def bind(arrays: Arrays, params: Params) -> jax.Array:
@@ -833,12 +834,12 @@ def _flops(arrays: Arrays, params: Params) -> int:
 
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
-    if params.scales:
-        reference = lambda *operands: _reference(operands, params)  # noqa: E731
-        return jax.vmap(reference, in_axes=tuple(dims))(*operands), [0]
     if params.wire is not None:
         # A block has elements of one call of the batch only.
         return jax.vmap(_in_batch(params), in_axes=tuple(dims))(*operands), [0]
+    if params.scales:
+        reference = lambda *operands: _reference(operands, params)  # noqa: E731
+        return jax.vmap(reference, in_axes=tuple(dims))(*operands), [0]
     if params.added:
         after = functools.partial(_with_sums_after, params=params)
         return jax.vmap(after, in_axes=tuple(dims))(*operands), [0]
@@ -865,8 +866,12 @@ _op = Op(
     forms=(
         forms.kernel(_takes_wire, _attributes, canonical=_canonical),
         _quantized_exchange.form(
-            _why_exact, "a product in float32, and a reduce-scatter", _without_wire, _decomposed
-        ),
+            _why_exact,
+            "a product in float32, and a reduce-scatter",
+            _without_wire,
+            _decomposed,
+            _takes_wire,
+        ),  # fmt: skip
         *_two_level_plan.forms_of_product(
             _forms,
             _step,
