@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import make_mesh, run
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jflux
@@ -481,3 +482,27 @@ def test_groups_untiled_invarying_and_small():
         jax.eval_shape(_exchanged("reduce_scatter", jflux, wire="fp8"), x)
     with pytest.raises(TypeError, match="x has an array of int32"):
         jax.eval_shape(_exchanged("reduce_scatter", jflux), x.astype(np.int32))
+
+
+@pytest.mark.parametrize("size", [128, 130])
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+def test_batches_of_gathers_and_scatters(op, size):
+    """No block has elements of two calls: the bits of one call after the other. Calls of whole
+    blocks are one kernel."""
+    lead = (2,) if op == "reduce_scatter" else ()
+    x = normal(0, (2, *lead, 3, size), np.float32)  # of a rank, with a batch in its middle
+    at = len(lead)
+    one = functools.partial(getattr(jflux, op), axis_name="tp", wire="int8")
+
+    def local(x):
+        each = [one(lax.index_in_dim(x[0], i, at, keepdims=False)) for i in range(3)]
+        return jax.vmap(one, in_axes=at)(x[0])[None], jnp.stack(each)[None]
+
+    specs = {"in_specs": P("tp"), "out_specs": P("tp"), "check_vma": False}
+    f = jax.shard_map(local, mesh=make_mesh((2,)), **specs)
+    with jflux.config(always=True):
+        mapped, each = run(jax.jit(f), x)
+        np.testing.assert_array_equal(mapped, each)
+        found = [c for c in jflux.explain(f, x) if c.op == op]
+    times = sum(c.times for c in found)
+    assert times == 4 if size == 128 else times >= 6

@@ -32,6 +32,7 @@ from ..._call.plans import Arrays, Machine, Plan
 from ..._call.primitives import make_primitive
 from ..._ranks import meshes
 from .. import _wire
+from .._scaled import BLOCK
 from ..products import _product
 from . import _quantized_sum, exchange, wire_report
 
@@ -241,9 +242,15 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
 
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
-    # A block has elements of one call of the batch only.
+    (x,), (dim,) = operands, dims
     bind = functools.partial(primitive.bind, params=params)
-    return _product.batch_one_by_one(bind, operands, dims)
+    scatters = params.part == "scatter"
+    # A block has elements of one call of the batch only.
+    if x.size // x.shape[dim] // (params.world if scatters else 1) % BLOCK != 0:
+        return _product.batch_one_by_one(bind, operands, dims)
+    # Ranks stay in front of the batch.
+    at = 1 if scatters else 0
+    return bind(jnp.moveaxis(x, dim, at)), [1 - at]
 
 
 #: The kernel that both are halves of.
