@@ -2,7 +2,9 @@
 // after the other, late ranks, tiles that ranks share, few store warps that may send.
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
 
+#include <algorithm>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "matmul_reduce_scatter_call.h"
@@ -26,6 +28,7 @@ struct Case {
   bool residual = false, bias = false;
   TestHooks hooks = {};
   Scales scales = Scales::kNone;
+  std::optional<DType> wire = {};
 
   DType DTypeOfW() const { return dtype == DType::kF8E5M2 ? DType::kF8E4M3FN : dtype; }
 };
@@ -36,13 +39,15 @@ class DeviceCall : public MatmulReduceScatterCall {
       : DeviceCall(c, seed, {c.scales, c.rows.Total(), c.k + c.second_k, c.n}) {}
   DeviceCall(const Case& c, uint32_t seed, const simt::TestScales& scales)
       : MatmulReduceScatterCall(
-            {c.rows, c.k, c.n, c.dtype, c.out_dtype, c.transpose_rhs, c.DTypeOfW()}, {}, seed,
+            {c.rows, c.k, c.n, c.dtype, c.out_dtype, c.transpose_rhs, c.DTypeOfW(), c.wire}, {},
+            seed,
             [&](const Values& x, const Values& w) {
               return scales.Product(x, w, c.transpose_rhs, c.k);
             }),
         c_(c),
         scales_(scales) {
     const Rows& r = c.rows;
+    if (c.wire) DrawForWire(seed);
     for (int rank = 0; rank < r.world; ++rank) {
       const Values x = RandomIntegers(r.Total() * c.second_k, 2, seed * 100 + 20 + rank);
       const Values w = RandomIntegers(c.second_k * c.n, 1, seed * 100 + 70 + rank);
@@ -82,6 +87,24 @@ class DeviceCall : public MatmulReduceScatterCall {
   }
 
  private:
+  // Parts that a wire changes by less than 16 bits hold: in a block all are zeros, or as large. The
+  // blocks of other rows and columns are of other sizes.
+  void DrawForWire(uint32_t seed) {
+    std::fill(sum_.begin(), sum_.end(), 0);
+    for (int rank = 0; rank < c_.rows.world; ++rank) {
+      Values x(c_.rows.Total() * c_.k), w = RandomIntegers(c_.k * c_.n, 1, seed * 100 + 30 + rank);
+      for (int64_t row = 0; row < c_.rows.Total(); ++row) {
+        x[row * c_.k + row * 5 % c_.k] = 1 << (row + rank) % 3;
+      }
+      for (int64_t i = 0; i < c_.k * c_.n; ++i) {
+        const int64_t column = c_.transpose_rhs ? i / c_.k : i % c_.n;
+        w[i] *= column / kWireBlock % 2 == 0 ? 8 : 16;
+      }
+      Add(Product(x, w, c_.rows.Total(), c_.k, c_.n, c_.transpose_rhs));
+      x_[rank] = Array(c_.dtype, x);
+      w_[rank] = Array(c_.DTypeOfW(), w);
+    }
+  }
   void Add(const Values& v) {
     for (size_t i = 0; i < sum_.size(); ++i) sum_[i] += v[i];
   }
@@ -131,6 +154,17 @@ const Case kCases[] = {
 TEST(MultipliesAndScatters) {
   simt::SetSmCount(kSms);
   simt::ExpectNoneWrong(kCases, Run);
+}
+
+const Case kWireCases[] = {
+    {{2, 1, 150}, 72, 384, kBF16, kBF16, false, {256, 2, 0}, 0, 0, true, true, {}, {}, kS8},
+    {{3, 1, 70}, 136, 256, kF16, kF16, true, {256, 2, 0}, 0, 0, false, false, kLate, {}, kE4M3},
+    {{3, 1, 110}, 144, 128, kE4M3, kBF16, true, {256, 2, 0}, 1, 0, true, false, kLate, {}, kE4M3},
+};
+
+TEST(QuantisesParts) {
+  simt::SetSmCount(kSms);
+  simt::ExpectNoneWrong(kWireCases, Run);
 }
 
 TEST(MissingWaitsAreFound) {
