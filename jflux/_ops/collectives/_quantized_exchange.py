@@ -39,8 +39,6 @@ from . import _quantized_sum, exchange, wire_report
 #: With fewer bytes that reach a rank data travel as they are, as in an all_reduce of fewer
 #: (kLeastWireBytes in cc/ops/all_reduce/all_reduce.h, docs/experiments/0061).
 LEAST_BYTES = 3 << 20
-#: Whether kernels with a quantised wire have run on GPUs, against the reference.
-WIRE_CHECKED_ON_GPUS = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,8 +203,6 @@ def _by_exchange(arrays: Arrays, params: Params, is_reference: bool) -> list[jax
 
 def _takes(call: Call, machine: Machine) -> Plan | WhyNot | None:
     (x,), params = call.arrays, call.params
-    if machine.on_gpus and (why := plans.why_unchecked(WIRE_CHECKED_ON_GPUS)):
-        return WhyNot(why)
     if params.world > _native.MAX_RANKS:
         return WhyNot(f"{params.world} ranks, the kernels take up to {_native.MAX_RANKS}")
     native = forms.native_plan(

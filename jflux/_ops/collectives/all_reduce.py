@@ -353,9 +353,6 @@ def _native_plan(x: Any, params: Params, machine: Machine, algorithm: str | None
 def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
     (x, *_), params = call.arrays, call.params
     kernel = _product_plan.why_kernel(params)
-    if params.wire is not None and machine.platform == "cuda":
-        if why := plans.why_unchecked(_quantized_exchange.WIRE_CHECKED_ON_GPUS):
-            return WhyNot(why, unsupported=True)
     collectives = "lax.psum is" if params.wire is None else "XLA's collectives are"
     large = WhyNot(f"{x.size * x.dtype.itemsize} bytes, for which {collectives} faster")
     if why := _unsupported(x, params):

@@ -706,8 +706,6 @@ def _takes_wire(call: Call, machine: Machine) -> Plan | WhyNot | None:
     arrays, params = call.arrays, call.params
     if params.wire is None or machine.platform != "cuda" or _why_exact(call, machine):
         return None
-    if why := plans.why_unchecked(_quantized_exchange.WIRE_CHECKED_ON_GPUS):
-        return WhyNot(why)
     _, _, added = _terms(arrays, params)
     if any(a.dtype != params.out_dtype for a in added[params.added.count("bias") :]):
         return WhyNot("the residual has another type than y")
