@@ -5,7 +5,9 @@ python tests/compute_sanitizer.py [--tools memcheck ...] [--ops all_reduce ...] 
 Two ranks, processes under the tool, share what GPUs there are (shared_gpu.py): one is enough, but
 for the ops of TWO_GPUS.
 The tools are slow, and ranks wait for each other meanwhile: the deadline of a wait is --deadline.
-Only jflux's kernels are instrumented, where the tool can choose kernels.
+Only jflux's kernels are instrumented, where the tool can choose kernels. XLA tunes none of its own:
+cuBLASLt's have failed under a tool, or not ended. racecheck takes more than 250 GB of the host for
+the scripts of TWO_GPUS whose kernels multiply; `dispatch` draws small calls of these.
 
   memcheck    accesses out of bounds or misaligned, in any memory
   initcheck   reads of global memory that this process has not written. What a peer writes does not
@@ -61,11 +63,11 @@ TWO_GPUS = {
     "stress": ["-m", "jflux.stress", "--calls", "40"],  # all ops that have one kernel a call
 }
 #: Kinds of calls of two ranks that share a GPU (shared_gpu.py) which are not those of one op.
-KINDS = ("quantized_sum",)
+KINDS = ("quantized_sum", "dispatch")
 #: Those whose kernels use TMA and mbarriers, beside the ops with a product.
 WITH_TMA = (
     "grouped_matmul", "flash_attention", "all_gather_grouped_matmul",
-    "grouped_matmul_reduce_scatter", "all_gather_attention", "stress", "quantized_sum",
+    "grouped_matmul_reduce_scatter", "all_gather_attention", "stress", *KINDS,
 )  # fmt: skip
 FOUND = 99  # the exit status of a program in which a tool has found something
 
@@ -149,10 +151,13 @@ def run(args: argparse.Namespace, sanitizer: str, chosen: list[str], op: str, to
         ]
         command += ["--deadline", str(args.deadline), *draws]
     command += ["--portable"] * args.portable
+    env = os.environ | {
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
+    }
     start = time.monotonic()
     process = subprocess.Popen(
         command, cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,
+        start_new_session=True, env=env,
     )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=args.limit)
