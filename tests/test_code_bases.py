@@ -21,7 +21,7 @@ GATHER, SCATTER, SUM = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all
 #: By section: what it imports, and which ops at least take its products, by how many calls. Calls
 #: that are alike are one.
 SECTIONS = {
-    "Equinox": ("equinox", {GATHER: 2, SCATTER: 1}),
+    "Equinox": ("equinox", {GATHER: 2, SCATTER: 2}),
     "Haiku": ("haiku", {GATHER: 2, SCATTER: 2}),
     "Haliax": ("haliax", {GATHER: 1, SCATTER: 2}),
     "Levanter": ("levanter", {SUM: 2}),

@@ -161,15 +161,16 @@ def test_constraints(layer):
     same(exact, jax.jit(jax.grad(_loss(fused), (0, 1)))(x, params), 1e-10)
 
 
-def test_weights_first_as_equinox_multiplies():
-    """``vmap(vmap(w @ x))``, whose result is transposed; and the bias of each product says nothing
-    about the dimensions that it is broadcast along."""
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_weights_first_as_equinox_multiplies(has_bias):
+    """``vmap(vmap(w @ x))``, whose result is transposed, as its cotangent is before a product; and
+    the bias of each product says nothing about the dimensions that it is broadcast along."""
     mesh = make_mesh((2, 2), AXES)
     c = functools.partial(_constrained, mesh)
 
     def layer(x, p):
         def linear(w, b, x):
-            return jax.vmap(jax.vmap(lambda x: w.T @ x + b))(x)
+            return jax.vmap(jax.vmap(lambda x: w.T @ x + b if has_bias else w.T @ x))(x)
 
         h = c(jnp.sin(x), "dp", "tp", None)
         h = c(jnp.sin(linear(p["up"], p["gate"][0], h)), "dp", None, "tp")
@@ -184,6 +185,8 @@ def test_weights_first_as_equinox_multiplies():
     same(plain(x, params), jax.jit(fused)(x, params), 1e-10)
     exact = jax.jit(jax.grad(_loss(layer), (0, 1)))(x, params)
     step = jflux.fuse(jax.jit(jax.grad(_loss(layer), (0, 1)), in_shardings=shardings))
+    taken = ops(step.report(x, params))
+    assert taken == ["all_gather_matmul", "matmul_reduce_scatter"] * 2
     same(exact, jax.jit(step)(x, params), 1e-10)
 
 

@@ -332,6 +332,32 @@ def _multiply(equation: JaxprEqn, operands: Sequence[jax.Array]) -> jax.Array:
     )  # fmt: skip
 
 
+def _before_transpose(
+    body: Body, atom: Atom, spec: Spec
+) -> tuple[Atom, Spec, tuple[int, ...] | None]:
+    """(what it is the transpose of, how that is split, the permutation), so that a rank's part is
+    transposed where the rules see it. Not of what a site may have together with the transpose."""
+    index = body.made_by(atom)
+    if index is None or body.equations[index].primitive.name != "transpose":
+        return atom, spec, None
+    (source,), order = body.equations[index].invars, body.equations[index].params["permutation"]
+    if _may_be_sum(body, source):
+        return atom, spec, None
+    return source, tuple(spec[order.index(i)] for i in range(len(order))), order
+
+
+def _may_be_sum(body: Body, atom: Atom) -> bool:
+    """Whether it is a product, or a sum of several, that a site may have."""
+    index = body.made_by(atom)
+    if index is None:
+        return False
+    equation = body.equations[index]
+    if equation.primitive.name == "dot_general":
+        return True
+    passes = equation.primitive.name in (*ADDS, *CONSTRAINTS, NAME)
+    return passes and any(_may_be_sum(body, one) for one in equation.invars)
+
+
 def _site(
     body: Body,
     index: int,
@@ -354,13 +380,19 @@ def _site(
     pairs = zip((*inputs, *outputs), (*in_specs, *out_specs), strict=True)
     if not all(_divides(type_of(atom), spec, mesh) for atom, spec in pairs):
         return Declined(OP, index, "the mesh does not divide its operands or its result")
+    sources = [_before_transpose(body, *one) for one in zip(inputs, in_specs, strict=True)]
+    inputs, in_specs, orders = zip(*sources, strict=True)
     wanted = [partition_spec(spec) for spec in in_specs]
+
+    def of_sources(*arrays: jax.Array) -> list[jax.Array]:
+        pairs = zip(arrays, orders, strict=True)
+        return local(*(a if order is None else lax.transpose(a, order) for a, order in pairs))
 
     def call(*arrays: jax.Array) -> list[jax.Array]:
         if specs.is_explicit:
             arrays = tuple(map(jax.reshard, arrays, wanted))
         made = jax.shard_map(
-            local, mesh=mesh, in_specs=tuple(wanted),
+            of_sources, mesh=mesh, in_specs=tuple(wanted),
             out_specs=[partition_spec(spec) for spec in out_specs], check_vma=False,
         )(*arrays)  # fmt: skip
         if names:
