@@ -24,7 +24,7 @@ SECTIONS = {
     "Equinox": ("equinox", {GATHER: 2, SCATTER: 2}),
     "Haiku": ("haiku", {GATHER: 2, SCATTER: 2}),
     "Haliax": ("haliax", {GATHER: 1, SCATTER: 2}),
-    "Levanter": ("levanter", {SUM: 2}),
+    "Levanter": ("levanter", {SUM: 3}),
     "gemma": ("gemma", {GATHER: 4, SCATTER: 4}),
     "EasyDeL": ("easydel", {GATHER: 2, SCATTER: 2}),
 }

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -24,8 +25,8 @@ ADDS = ("add", "add_any")
 NAME = "name"  # of checkpoint_name
 
 FIRST = (
-    "its product is contracted along the first dimensions of both operands, as the gradient of a "
-    "weight is"
+    "its product is not contracted along the last dimension of either operand, as the gradient of "
+    "a weight is not"
 )
 
 
@@ -94,6 +95,9 @@ class Term:
 
     def x(self, array: jax.Array) -> jax.Array:
         """[*rows, k]."""
+        order = (*self.product.rows, *self.product.contracted)
+        if order != tuple(range(array.ndim)):
+            array = lax.transpose(array, order)
         return reshaped(array, (*self.layout.row_sizes(), math.prod(self.product.w.k)))
 
 
@@ -264,8 +268,8 @@ def _term(
             reasons.append(product)
             continue
         product = _before_transpose(body, product)
-        ndim = type_of(product.x).ndim
-        if product.contracted != tuple(range(ndim - len(product.contracted), ndim)):
+        # A copy that brings others beside the last one XLA's product makes, too.
+        if product.contracted[-1] != type_of(product.x).ndim - 1:
             reasons.append(FIRST)
             continue
         if product.w.permutation is not None:
