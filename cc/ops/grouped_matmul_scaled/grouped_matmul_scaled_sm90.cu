@@ -33,18 +33,15 @@ bool ForConfigs(DType dtype, Scales scales, bool quantizes, F&& visit) {
 
 bool LoadGroupedMatmulScaledKernels(std::string* error) {
   LoadGrouped<Kernels> load{error};
-  return ForFormats(kGroupedScaledFormats.operands,
-                    [&](DType dtype) {
-                      bool loaded = true;
-                      for (const bool quantizes : {false, true}) {
-                        if (quantizes && dtype != kQuantized) continue;
-                        loaded = loaded && !ForConfigs(dtype, Scales::kOfSums, quantizes, load) &&
-                                 (!HasBlockScales(dtype) ||
-                                  !ForConfigs(dtype, Scales::kOfBlocks, quantizes, load));
-                      }
-                      return loaded;
-                    }) &&
-         LoadGroupedMatmulDwScaledKernels(error);
+  return ForFormats(kGroupedScaledFormats.operands, [&](DType dtype) {
+    bool loaded = true;
+    for (const bool quantizes : {false, true}) {
+      if (quantizes && dtype != kQuantized) continue;
+      loaded = loaded && !ForConfigs(dtype, Scales::kOfSums, quantizes, load) &&
+               (!HasBlockScales(dtype) || !ForConfigs(dtype, Scales::kOfBlocks, quantizes, load));
+    }
+    return loaded;
+  });
 }
 
 std::string WhyNoGroupedMatmulScaledKernel(const GroupedMatmulParams& p, DType w_dtype) {

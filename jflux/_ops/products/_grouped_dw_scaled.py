@@ -1,5 +1,5 @@
 """The weight gradient of grouped_matmul in 8 bits: its primitive, which has no derivatives.
-Kernels: cc/ops/grouped_matmul_scaled/grouped_matmul_dw_scaled_sm90.cu."""
+Kernels: cc/ops/grouped_matmul_dw_scaled/grouped_matmul_dw_scaled_sm90.cu."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """grouped_matmul of operands with scales: its primitive, which has no derivatives. Kernels:
-cc/ops/grouped_matmul/grouped_matmul_scaled_sm90.cu."""
+cc/ops/grouped_matmul_scaled."""
 
 from __future__ import annotations
 

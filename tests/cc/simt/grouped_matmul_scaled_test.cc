@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/group_tiles.h"
+#include "ops/grouped_matmul_dw_scaled/grouped_matmul_dw_scaled.h"
 #include "simt/machine.h"
 #include "simt/quantized.h"
 #include "simt/values.h"

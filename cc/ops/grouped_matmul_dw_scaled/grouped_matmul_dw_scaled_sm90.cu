@@ -6,7 +6,7 @@
 #include "gpu/block_scales_sm90.cuh"
 #include "ops/grouped_matmul/grouped_matmul_dw_sm90.cuh"
 #include "ops/grouped_matmul/grouped_matmul_instances_cuda.h"
-#include "ops/grouped_matmul_scaled/grouped_matmul_scaled.h"
+#include "ops/grouped_matmul_dw_scaled/grouped_matmul_dw_scaled.h"
 
 namespace jflux {
 namespace {
