@@ -46,6 +46,7 @@ PYTEST = ("-m", "pytest", "-q", "--full")
 #: Kernels of one rank, and the scripts or tests that run them.
 LOCAL = {
     "grouped_matmul": ["moe_gpu.py"],  # and moe.route
+    "grouped_matmul_scaled": ["grouped_scaled_gpu.py"],
     "flash_attention": ["attention_gpu.py"],
     "flash_decode": [*PYTEST, "test_flash_decode_half.py", "-k", "pages or nothing"],
     "latent_decode": [*PYTEST, "test_flash_decode_half.py", "-k", "latent and bfloat16"],
@@ -66,7 +67,7 @@ TWO_GPUS = {
 KINDS = ("quantized_sum", "dispatch")
 #: Those whose kernels use TMA and mbarriers, beside the ops with a product.
 WITH_TMA = (
-    "grouped_matmul", "flash_attention", "all_gather_grouped_matmul",
+    "grouped_matmul", "grouped_matmul_scaled", "flash_attention", "all_gather_grouped_matmul",
     "grouped_matmul_reduce_scatter", "all_gather_attention", "stress", *KINDS,
 )  # fmt: skip
 FOUND = 99  # the exit status of a program in which a tool has found something
@@ -198,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=600, help="seconds of one op under one tool")
     parser.add_argument(
         "--portable", action="store_true",
-        help="portable code (tests/portable_gpu.py), of grouped_matmul and of ops over ranks",
+        help="portable code (tests/portable_gpu.py), of grouped products and of ops over ranks",
     )  # fmt: skip
     parser.add_argument("--strict", action="store_true", help="all that the tools say counts")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program")

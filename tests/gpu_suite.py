@@ -13,7 +13,7 @@ python tests/gpu_suite.py [--at-once 5] [--done FILE] [--scripts NAME...] [--lim
     attention             tests/attention_gpu.py: the kernels of attention
     attention_ranks       the same with --ranks: keys that arrive inside the kernel
     gathered              tests/gathered_gpu.py: gathered rows, scattered sums
-    moe_portable, shared_portable
+    moe_portable, grouped_scaled_portable, shared_portable
                           grouped products, and products of three ranks, by the code for other GPUs
     placed                tests/dispatch_gpu.py: a dispatch and a combine in one kernel each
     symm                  tests/symm_gpu.py: Triton kernels, their faults and times
@@ -89,6 +89,9 @@ def scripts(gpus: int, minutes: float) -> dict[str, Commands]:
         "nvshmem": [[*python, "nvshmem_gpu.py", "--processes", f"{gpus}"]],
         "growth": [[*python, "growth_gpu.py"]],
         "shared": [[*python, "shared_gpu.py", "--ranks", "8", "--calls", "40"]],
+        "grouped_scaled_portable": [
+            [*python, "grouped_scaled_gpu.py", "--portable", "--calls", "60"]
+        ],
         "moe_portable": [[*python, "moe_gpu.py", "--portable", "--calls", "60"]],
         "shared_portable": [
             [

@@ -15,6 +15,7 @@ process with that library, and ends with a word in the table:
     missing     a rank that never comes: an error at the deadline
     route       tests/moe_gpu.py's random routings
     dispatch    tests/dispatch_gpu.py on two GPUs
+    grouped_scaled    tests/grouped_scaled_gpu.py: grouped products of 8 bits with scales
 
 On other GPUs this is not needed: what is installed has the code, and `python -m jflux.selftest`
 checks it.
@@ -109,6 +110,9 @@ def commands(minutes: float) -> dict[str, tuple[list[str], bool]]:
         "missing": ([*pytest, *missing], True),
         "route": (["-c", ROUTE], True),
         "dispatch": ([str(TESTS / "dispatch_gpu.py"), "--unchecked", "--calls", "40"], True),
+        "grouped_scaled": (
+            [str(TESTS / "grouped_scaled_gpu.py"), "--portable", "--calls", "40"], True
+        ),
     } | {
         name: (
             [*pytest, "-k", LEFT_OUT, *(str(TESTS / f"test_{file}.py") for file in those)], True
@@ -155,7 +159,7 @@ def main() -> int:
             last = ([line for line in done.stdout.splitlines() if line.strip()] or [""])[-1]
             rows.append((name, time.monotonic() - start, last.strip("= ")[:90], right))
     for name, seconds, last, right in rows:
-        print(f"{name:12} {'right' if right else 'WRONG':6} {seconds:6.0f} s  {last}")
+        print(f"{name:14} {'right' if right else 'WRONG':6} {seconds:6.0f} s  {last}")
     return 0 if all(right for *_, right in rows) else 1
 
 

@@ -33,10 +33,10 @@ EVERY, USERS = ((least, 2**31 - 1) for least in (PORTABLE, 0))
 PORTABLE_OPS = (
     "activation_gradient", "all_gather", "all_gather_grouped_matmul", "all_gather_matmul",
     "all_reduce", "all_to_all", "all_to_all_matmul", "decode_merge", "flash_decode",
-    "grouped_matmul", "grouped_matmul_dw", "grouped_matmul_reduce_scatter", "matmul",
-    "matmul_all_reduce", "matmul_all_to_all", "matmul_reduce_scatter", "moe_combine",
-    "moe_dispatch", "moe_gate", "moe_gate_gradient", "moe_route", "moe_rows", "quantize",
-    "ragged_all_to_all", "reduce_scatter",
+    "grouped_matmul", "grouped_matmul_dw", "grouped_matmul_reduce_scatter",
+    "grouped_matmul_scaled", "matmul", "matmul_all_reduce", "matmul_all_to_all",
+    "matmul_reduce_scatter", "moe_combine", "moe_dispatch", "moe_gate", "moe_gate_gradient",
+    "moe_route", "moe_rows", "quantize", "ragged_all_to_all", "reduce_scatter",
 )  # fmt: skip
 
 
@@ -144,8 +144,8 @@ def test_local_ops(gpus, unchecked):
         "moe_route", why_not=routing._why_not, why_not_portable=routing._why_not_portable,
         attributes=None, checked_on_gpus=True,
     )  # fmt: skip
-    product = local_ops.kernel(
-        "grouped_matmul_scaled", why_not=routing._why_not, attributes=None, checked_on_gpus=True
+    of_hopper = local_ops.kernel(
+        "flash_attention", why_not=routing._why_not, attributes=None, checked_on_gpus=True
     )
     with jflux.config(unchecked_kernels=unchecked):
         gpus(["9.0"], [90])
@@ -158,7 +158,7 @@ def test_local_ops(gpus, unchecked):
         plan = plan_of(route, many)
         assert plan.path == "reference" and plan.unsupported
         assert not unchecked or "the kernel takes up to 720 on GPUs other" in plan.reason
-        plan = plan_of(product, few)
+        plan = plan_of(of_hopper, few)
         assert "kernels are for compute capability 9.0" in plan.reason and plan.unsupported
 
 
@@ -348,6 +348,37 @@ def test_matmul_in_portable_code(monkeypatch):
     assert plan.path == "decomposed" and "only Hopper's kernels quantise" in plan.reason
 
 
+def test_grouped_matmul_with_scales_in_portable_code(monkeypatch):
+    """As `matmul`; what its kernels do not take are products of values in bfloat16, of int8 the
+    reference."""
+    names = {name: getattr(_native.lib, name) for name in dir(_native.lib)}
+    lib = types.SimpleNamespace(**names | {"built_with_cuda": lambda: True})
+    monkeypatch.setattr(_native, "lib", lib)
+
+    def plan_on(arch, dtype, block, **options):
+        monkeypatch.setattr(gpu_code, "arch_here", lambda: arch)
+        x, w = scaled(dtype, block)
+        ws = jax.eval_shape(lambda w: jax.tree.map(lambda a: jnp.stack([a, a]), w), w)
+        f = functools.partial(jflux.grouped_matmul, **options)
+        with jflux.config(unchecked_kernels=True):
+            sizes = jax.ShapeDtypeStruct((2,), jnp.int32)
+            return calls_on(arch, monkeypatch, f, x, ws, sizes)["grouped_matmul_scaled"]
+
+    for arch, dtype in ((PORTABLE, jnp.int8), (FLOAT8, jnp.int8), (FLOAT8, jnp.float8_e4m3fn)):
+        for block in ((1, -1), (-1, -1)):
+            plan = plan_on(arch, dtype, block)
+            assert plan.path == "fused" and "portable code" in plan.reason, plan
+    plan = plan_on(PORTABLE, jnp.float8_e4m3fn, (1, -1))
+    assert plan.path == "decomposed" and "compute capability 8.9" in plan.reason
+    for dtype, path in ((jnp.float8_e4m3fn, "decomposed"), (jnp.int8, "reference")):
+        plan = plan_on(FLOAT8, dtype, (1, 128))
+        assert plan.path == path
+    assert plan_on(HOPPER, jnp.float8_e4m3fn, (1, 128)).path == "fused"
+    form = jflux.Format(jnp.float8_e4m3fn, (1, 128))
+    plan = plan_on(FLOAT8, jnp.float8_e4m3fn, (1, -1), quantize=form)
+    assert plan.path == "decomposed" and "only Hopper's kernels quantise" in plan.reason
+
+
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 def test_a_dispatch_in_portable_code_has_smaller_tables(monkeypatch):
     """A CTA has 96 KiB for them, not 224."""
@@ -432,7 +463,7 @@ def test_the_library_has_the_code_that_ops_declare(tmp_path):
     portable = {pathlib.Path(f).stem for f in files if "/cc/ops/" in f}
     # Those of the portable main loop have no names that tell their file.
     portable = {stem for stem in portable if not stem.endswith("_sm80")}
-    products = ("23AllGatherMatmul", "27MatmulReduceScatter", "14Matmul")
+    products = ("23AllGatherMatmul", "27MatmulReduceScatter", "14Matmul", "21GroupedMatmul")
 
     def loops(functions, named):
         return {p for p in products for f in functions if f"{p}Kernel80I" in f and named in f}

@@ -36,7 +36,7 @@
   FOLDER(FlashDecode, kPortable, OP(FlashDecode))                                               \
   FOLDER(LatentDecode, kHopper, OP(LatentDecode))                                               \
   FOLDER(GroupedMatmul, kPortable, OP(GroupedMatmul) OP(GroupedMatmulDw))                       \
-  FOLDER(GroupedMatmulScaled, kHopper, OP(GroupedMatmulScaled))                                 \
+  FOLDER(GroupedMatmulScaled, kPortable, OP(GroupedMatmulScaled))                               \
   FOLDER(GroupedMatmulDwScaled, kHopper, OP(GroupedMatmulDwScaled))                             \
   FOLDER(ActivationGradient, kPortable, OP(ActivationGradient))                                 \
   FOLDER(MoeGate, kPortable, OP(MoeGate) OP(MoeGateGradient))                                   \

@@ -12,6 +12,7 @@ from jax import lax
 import jflux
 
 from .. import moe
+from .._call import gpu_code
 from .._ops import _scaled
 from .._ops.attention import decode_merge
 from .._ranks import meshes
@@ -200,7 +201,7 @@ def scaled_groups(rng: random.Random, place: Place) -> Case:
         f"{np.dtype(of_x).name}, {by_block=} {gated=} {transpose_rhs=}, y of {np.dtype(out).name}",
         body,
         make,
-        is_xlas=place.platform == "cpu",
+        is_xlas=place.platform == "cpu" or (by_block and gpu_code.runs_portable()),
         has_gradient=False,
     )
 

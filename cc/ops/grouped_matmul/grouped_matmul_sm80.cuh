@@ -1,4 +1,5 @@
-// grouped_matmul and its weight gradient in portable code (gpu/gemm_sm80.cuh).
+// grouped_matmul and its weight gradient in portable code (gpu/gemm_sm80.cuh). Of operands of 8
+// bits the product is grouped_matmul_scaled's.
 //
 // The first warp of a CTA reads group_sizes, 32 at a time, as far as its next tile is. CTAs take
 // every gridDim-th tile: all cost the same, and no counter has to be reset. Rows of a tile past the
@@ -72,15 +73,18 @@ struct GroupedMatmulArgs80 {
   GroupedRows groups;
   GroupTiles tiles;
   int32_t k, n, terms;
-  bool gated;  // half of a tile's columns belong to each weight
-  bool fill;   // rows past the last group are zeros
-  bool out_f32;
+  bool gated;             // half of a tile's columns belong to each weight
+  bool fill;              // rows past the last group are zeros
+  bool out_f32, out_f16;  // out_f16: of operands of 8 bits
   Activation activation;
   const float* row_scale;  // [M], or null
   const void* x[2];
   const void* w[2];
   void* y;
   void* sums[2];  // or null
+  // Of operands of 8 bits: of rows [M], and of the columns of each group.
+  const float* x_scale;
+  const float* w_scale[2];
 };
 
 template <typename Config_>
@@ -113,8 +117,8 @@ struct GroupedMatmulSm80 {
   }
 
   struct Operands {
-    static constexpr int kMostTerms = 2;
-    static __device__ int Terms(const Args& args) { return args.terms; }
+    static constexpr int kMostTerms = Config::kNarrow ? 1 : 2;
+    static __device__ int Terms(const Args& args) { return kMostTerms == 1 ? 1 : args.terms; }
     static __device__ int64_t KBytes(const Args& args, Tile, int) {
       return args.k * static_cast<int64_t>(sizeof(T));
     }
@@ -140,7 +144,8 @@ struct GroupedMatmulSm80 {
     // Zeros for rows from `end` on. Called by one warp of each CTA.
     static __device__ void FillPast(const Args& args, int64_t end) {
       const int64_t rows = args.groups.rows;
-      const int64_t bytes = args.n * (args.out_f32 ? int64_t{4} : int64_t{sizeof(T)});
+      const int64_t bytes =
+          args.n * (args.out_f32 ? int64_t{4} : int64_t{sizeof(typename Config::Result)});
       for (void* to : {args.y, args.sums[0], args.sums[1]}) {
         if (to != nullptr) ZeroFill(to, Max<int64_t>(0, Min(rows, end)) * bytes, rows * bytes);
       }
@@ -148,10 +153,17 @@ struct GroupedMatmulSm80 {
     static __device__ void Store(const Args& args, const Columns8& columns, void* to, int64_t row,
                                  int64_t c) {
       const int64_t at = row * args.n;
-      if constexpr (sizeof(T) == 2) {
-        if (!args.out_f32) return columns.Store(static_cast<T*>(to) + at, c, args.n);
+      WithResult<Config>(args.out_f32, args.out_f16, [&](auto u) {
+        columns.Store(static_cast<decltype(u)*>(to) + at, c, args.n);
+      });
+    }
+    // Sums of a row, of a weight, with their scales if they have any.
+    static __device__ void Scale(const Args& args, Columns8& columns, Tile tile, int64_t row,
+                                 int weight, int64_t c) {
+      if constexpr (Config::kNarrow) {
+        const float* of_columns = args.w_scale[weight] + GroupOf(args, tile) * args.n;
+        columns.Scale(__ldg(args.x_scale + row), of_columns, c);
       }
-      columns.Store(static_cast<float*>(to) + at, c, args.n);
     }
     static __device__ __forceinline__ void Finish(const Args& args, const CallContext&,
                                                   uint32_t smem, Sums80<Config>& sums, Tile tile) {
@@ -164,6 +176,7 @@ struct GroupedMatmulSm80 {
                                                       IsThere&& is_there) {
       using Rows = StagedRows<Config>;
       const int64_t n0 = ColumnOf(args, tile);
+      ToFloats<Config>(sums);
       constexpr int kHalf = Rows::kGroups / 2;
       ForStagedRows<Config>(sums, smem, [&](const Rows& rows) {
         const auto finish = [&](int r, int group, bool gated) {
@@ -173,6 +186,8 @@ struct GroupedMatmulSm80 {
           Columns8 y = rows.Get(r, group), gate;
           if (gated) gate = rows.Get(r, group + kHalf);
           if (!is_there(row)) y = gate = Columns8{};
+          Scale(args, y, tile, row, 0, c);
+          if (gated) Scale(args, gate, tile, row, 1, c);
           if (args.sums[0] != nullptr) {
             Store(args, y, args.sums[0], row, c);
             if (gated) Store(args, gate, args.sums[1], row, c);
@@ -220,6 +235,7 @@ inline GroupedMatmulArgs80 GroupedArgs80(const GroupedMatmulParams& p, int32_t g
   args.gated = p.gated;
   args.fill = p.fill;
   args.out_f32 = p.out_dtype == DType::kF32;
+  args.out_f16 = p.out_dtype == DType::kF16;
   args.activation = p.activation;
   args.y = y;
   for (int i = 0; i < 2; ++i) {

@@ -1,5 +1,6 @@
 // grouped_matmul of operands of 8 bits with scales. Its kernels are grouped_matmul's, of weights
-// [groups, n, k]; there are no bodies for CPUs.
+// [groups, n, k], in both main loops; there are no bodies for CPUs. Portable ones take scales of
+// sums, and quantise nothing.
 //
 // Python: jflux/_ops/products/_grouped_scaled.py.
 #ifndef JFLUX_OPS_GROUPED_MATMUL_SCALED_GROUPED_MATMUL_SCALED_H_
@@ -23,8 +24,14 @@ std::string WhyNoGroupedMatmulScaledKernel(const GroupedMatmulParams& params, DT
 bool LaunchGroupedMatmulScaled(const GroupedMatmulParams& params, const GroupedMatmulArrays& arrays,
                                cudaStream_t stream, std::string* error);
 
-// Loads the kernels on the current device.
+// The same by the portable main loop.
+bool LaunchGroupedMatmulScaled80(const GroupedMatmulParams& params,
+                                 const GroupedMatmulArrays& arrays, cudaStream_t stream,
+                                 std::string* error);
+
+// Load the kernels on the current device: the second function the portable ones alone.
 bool LoadGroupedMatmulScaledKernels(std::string* error);
+bool LoadGroupedMatmulScaledKernels80(std::string* error);
 
 }  // namespace jflux
 

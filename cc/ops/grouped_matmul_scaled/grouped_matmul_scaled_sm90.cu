@@ -1,4 +1,4 @@
-// Instantiates the kernels of grouped_matmul_scaled and launches one.
+// Instantiates the kernels of grouped_matmul_scaled on Hopper and launches one.
 #include "ops/grouped_matmul/grouped_matmul_instances_cuda.h"
 #include "ops/grouped_matmul_scaled/grouped_matmul_scaled.h"
 
@@ -29,9 +29,7 @@ bool ForConfigs(DType dtype, Scales scales, bool quantizes, F&& visit) {
   });
 }
 
-}  // namespace
-
-bool LoadGroupedMatmulScaledKernels(std::string* error) {
+bool LoadHopper(std::string* error) {
   LoadGrouped<Kernels> load{error};
   return ForFormats(kGroupedScaledFormats.operands, [&](DType dtype) {
     bool loaded = true;
@@ -44,14 +42,23 @@ bool LoadGroupedMatmulScaledKernels(std::string* error) {
   });
 }
 
+}  // namespace
+
+bool LoadGroupedMatmulScaledKernels(std::string* error) {
+  return LoadBothLoops(LoadHopper, LoadGroupedMatmulScaledKernels80, error);
+}
+
 std::string WhyNoGroupedMatmulScaledKernel(const GroupedMatmulParams& p, DType w_dtype) {
-  const std::string why = WhyNotOperands(kGroupedScaledFormats, kWgmmaFormats, p.dtype, w_dtype,
-                                         p.out_dtype, p.k, p.n, p.transpose_rhs);
+  const std::string why = WhyNotOperands(kGroupedScaledFormats, FormatsOfScaledLoop(p.portable),
+                                         p.dtype, w_dtype, p.out_dtype, p.k, p.n, p.transpose_rhs);
   if (!why.empty()) return why;
   if (p.scales == Scales::kOfVectors || (HasEntriesOfK(p.scales) && !HasBlockScales(p.dtype))) {
     return "no kernel has the scales";
   }
   const bool quantizes = p.quantize != Quantizing::kNone;
+  if (p.portable && (p.scales != Scales::kOfSums || quantizes)) {
+    return "portable kernels take scales of rows and columns, and quantise no results";
+  }
   if (p.terms > 1 && (p.scales != Scales::kOfBlocks || p.k % kScaleBlock != 0 || quantizes)) {
     return "several terms have scales of whole blocks, and results that are not quantised";
   }
@@ -63,6 +70,7 @@ std::string WhyNoGroupedMatmulScaledKernel(const GroupedMatmulParams& p, DType w
 
 bool LaunchGroupedMatmulScaled(const GroupedMatmulParams& p, const GroupedMatmulArrays& arrays,
                                cudaStream_t stream, std::string* error) {
+  if (p.portable) return LaunchGroupedMatmulScaled80(p, arrays, stream, error);
   LocalDevice device;
   if (!FindLocalDevice(&device, error, LoadGroupedMatmulScaledKernels)) return false;
   const GemmChoice choice = ChooseGrouped(p, Machine{device.sm_count});

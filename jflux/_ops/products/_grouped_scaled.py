@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._call import local_ops, plans
+from ..._call import gpu_code, local_ops, plans
 from ..._call.forms import Call, Form, Op, ShapeDtype
 from ..._call.plans import Arrays, Machine, Plan
 from ..._call.primitives import make_primitive
@@ -287,6 +287,14 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     return why or _grouped_primitives._why_not_sizes(ws[0].shape[1:], x.dtype, sizes, platform)
 
 
+def _why_not_portable(arrays: Arrays, params: Params, platform: str) -> str | None:
+    x, w = arrays[0], arrays[params.terms]
+    arch = gpu_code.arch_wanted()
+    if why := _product.why_not_portable(x.dtype, params.scales, arch):
+        return why
+    return params.epilogue.why_quantized_after(x, [w], x.shape[0], arch)
+
+
 def _prepare(arrays: Arrays, params: Params) -> list[Any]:
     """Tensor cores take operands of 8 bits along k alone. Scales of several terms are one array."""
     xs, rest = arrays[: params.terms], arrays[params.terms :]
@@ -313,6 +321,7 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
 _kernel = local_ops.kernel(
     NAME,
     why_not=_why_not,
+    why_not_portable=_why_not_portable,
     attributes=_attributes,
     checked_on_gpus=True,
     on_cpus=False,

@@ -78,9 +78,10 @@ def grouped_matmul(
     multiplied by x's scale and by w's; where one has entries of k, every 128 of k are summed by
     themselves (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). Such calls have no derivatives. On
     Hopper a kernel takes float8_e4m3fn, with float8_e5m2 as x too, and int8 if no scale has entries
-    of k; K and N that are multiples of 16, and entries of k of w that are for 128 columns each. A w
-    [E, K, N] is transposed first, in each call. Else values of 8-bit floats are multiplied in
-    bfloat16, which holds them, and int8 by the reference.
+    of k; K and N that are multiples of 16, and entries of k of w that are for 128 columns each. On
+    other GPUs one takes them if no scale has entries of k: int8, and from compute capability 8.9 on
+    the others. A w [E, K, N] is transposed first, in each call. Else values of 8-bit floats are
+    multiplied in bfloat16, which holds them, and int8 by the reference.
 
     Args:
       x: [M, K]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16 (GPU). Other types

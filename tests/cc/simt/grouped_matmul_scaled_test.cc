@@ -1,7 +1,7 @@
 // The kernels of grouped_matmul_scaled in the simulator, against sums in double: scales of sums and
-// of blocks, of the group of a row; m64 blocks that a consumer leaves out; a gate. And results that
-// are quantised, against those that are not. And the weight gradient, whose k are the rows of
-// groups.
+// of blocks, of the group of a row; m64 blocks that a consumer leaves out; a gate; both main loops.
+// And results that are quantised, against those that are not. And the weight gradient, whose k are
+// the rows of groups.
 #include "ops/grouped_matmul_scaled/grouped_matmul_scaled.h"
 
 #include <algorithm>
@@ -30,6 +30,7 @@ struct Case {
   TileChoice tile;
   bool gated = false;
   int terms = 1;
+  bool portable = false;
 };
 
 // relu, whose slope is at most 1.
@@ -69,7 +70,7 @@ void Run(const Case& c, uint32_t seed, Quantizing quantize = Quantizing::kNone) 
   p.dtype = simt::kDTypeOf<T>, p.out_dtype = simt::kDTypeOf<Out>;
   p.transpose_rhs = true, p.gated = c.gated, p.scaled = true;
   p.activation = c.gated ? Activation::kRelu : Activation::kNone;
-  p.tile = c.tile, p.scales = c.scales, p.terms = c.terms;
+  p.tile = c.tile, p.scales = c.scales, p.terms = c.terms, p.portable = c.portable;
   EXPECT_EQ(WhyNoGroupedMatmulScaledKernel(p, simt::kDTypeOf<W>), std::string());
   GroupedMatmulArrays arrays{};
   for (int i = 0; i < c.terms; ++i) arrays.x[i] = x[i].get(), arrays.w[i] = w[i].get();
@@ -139,6 +140,44 @@ TEST(MultipliesAndScales) {
       if (c.scales == kOfSums) Run<int8_t, __nv_bfloat16>(c, seed++);
     }
   }
+}
+
+// Groups without rows, more rows than groups have, columns and k that fill no tile.
+TEST(InPortableCode) {
+  simt::SetSmCount(3);
+  constexpr Scales kOfSums = Scales::kOfSums;
+  Case cases[] = {
+      {200, 144, 144, {140, 0, 20}, kOfSums, {}},
+      {100, 208, 80, {40, 0, 50}, kOfSums, {}, /*gated=*/true},
+      {9, 16, 16, {0, 1, 0, 8}, kOfSums, {}},
+  };
+  uint32_t seed = 1;
+  for (Case& c : cases) {
+    c.portable = true;
+    for (int schedule = 0; schedule < simt::Schedules(1); ++schedule) {
+      Run<__nv_fp8_e4m3, __nv_bfloat16>(c, seed++);
+      Run<__nv_fp8_e5m2, __half>(c, seed++);
+      Run<int8_t, float>(c, seed++);
+    }
+  }
+}
+
+// What portable kernels leave to the reference.
+TEST(InPortableCodeNot) {
+  GroupedMatmulParams p{};
+  p.m = 64, p.k = 256, p.n = 256, p.groups = 2, p.dtype = DType::kF8E4M3FN;
+  p.out_dtype = DType::kF32, p.transpose_rhs = true, p.portable = true;
+  const auto why = [](const GroupedMatmulParams& of) {
+    return WhyNoGroupedMatmulScaledKernel(of, DType::kF8E4M3FN);
+  };
+  p.scales = Scales::kOfSums;
+  EXPECT_EQ(why(p), std::string());
+  for (const Scales scales : {Scales::kOfBlocks, Scales::kOfVectors}) {
+    p.scales = scales;
+    EXPECT(!why(p).empty());
+  }
+  p.scales = Scales::kOfSums, p.quantize = Quantizing::kByAnyScale;
+  EXPECT(!why(p).empty());
 }
 
 TEST(Quantizes) {

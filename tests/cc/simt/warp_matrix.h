@@ -4,9 +4,12 @@
 #ifndef JFLUX_TESTS_CC_SIMT_WARP_MATRIX_H_
 #define JFLUX_TESTS_CC_SIMT_WARP_MATRIX_H_
 
+#include <cuda_fp8.h>
+
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "simt/collectives.h"
 #include "simt/machine.h"
@@ -96,6 +99,44 @@ void Multiply16x8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
       for (int i = 0; i < 4; ++i) {
         const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
         for (int k = 0; k < 16; ++k) of(lane)->c[i] += rows[row][k] * columns[k][column];
+      }
+    }
+  });
+}
+
+// The same of 32 bytes of k (mma.sync.m16n8k32): a word has four, and the second half of a lane's
+// are 16 bytes on. Sums of int8 are int32, in the registers of floats.
+template <typename T>
+void Multiply16x8Of8Bits(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  constexpr bool kIsWhole = std::is_same_v<T, int8_t>;
+  using W = std::conditional_t<kIsWhole, int8_t, __nv_fp8_e4m3>;
+  using Sum = std::conditional_t<kIsWhole, int32_t, float>;
+  struct Offer {
+    Words4 a;
+    uint32_t b[2];
+    float* c;
+  } mine{{a[0], a[1], a[2], a[3]}, {b0, b1}, c};
+  Meet("mma.sync", 0xffffffff, &mine, [](void* const* offers) {
+    const auto of = [&](int lane) { return static_cast<Offer*>(offers[lane]); };
+    Sum rows[16][32], columns[32][8];
+    const auto byte = [](uint32_t word, int i) { return static_cast<uint8_t>(word >> 8 * i); };
+    for (int lane = 0; lane < 32; ++lane) {
+      const int g = lane / 4, p = 4 * (lane % 4);
+      for (int i = 0; i < 16; ++i) {
+        rows[g + 8 * (i / 4 % 2)][p + 16 * (i / 8) + i % 4] =
+            static_cast<Sum>(BitsAs<T>(byte(of(lane)->a[i / 4], i % 4)));
+      }
+      for (int i = 0; i < 8; ++i) {
+        columns[p + 16 * (i / 4) + i % 4][g] =
+            static_cast<Sum>(BitsAs<W>(byte(of(lane)->b[i / 4], i % 4)));
+      }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
+        auto sum = BitsAs<Sum>(of(lane)->c[i]);
+        for (int k = 0; k < 32; ++k) sum += rows[row][k] * columns[k][column];
+        of(lane)->c[i] = BitsAs<float>(sum);
       }
     }
   });
