@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _heap, _native
-from jflux._call import gpu_code, local_ops, plans, primitives, selftest_record
+from jflux._call import ffi_targets, gpu_code, local_ops, plans, primitives, selftest_record
 from jflux._call.forms import Call, choose
 from jflux._call.gpu_code import FLOAT8, HOPPER, PORTABLE
 from jflux._call.plans import Machine
@@ -34,7 +34,7 @@ PORTABLE_OPS = (
     "activation_gradient", "all_gather", "all_gather_grouped_matmul", "all_gather_matmul",
     "all_reduce", "all_to_all", "all_to_all_matmul", "decode_merge", "flash_decode",
     "grouped_matmul", "grouped_matmul_dw", "grouped_matmul_reduce_scatter",
-    "grouped_matmul_scaled", "matmul", "matmul_all_reduce", "matmul_all_to_all",
+    "grouped_matmul_scaled", "latent_decode", "matmul", "matmul_all_reduce", "matmul_all_to_all",
     "matmul_reduce_scatter", "moe_combine", "moe_dispatch", "moe_gate", "moe_gate_gradient",
     "moe_route", "moe_rows", "quantize", "ragged_all_to_all", "reduce_scatter",
 )  # fmt: skip
@@ -377,6 +377,27 @@ def test_grouped_matmul_with_scales_in_portable_code(monkeypatch):
     form = jflux.Format(jnp.float8_e4m3fn, (1, 128))
     plan = plan_on(FLOAT8, jnp.float8_e4m3fn, (1, -1), quantize=form)
     assert plan.path == "decomposed" and "only Hopper's kernels quantise" in plan.reason
+
+
+@pytest.mark.parametrize("arch", [PORTABLE, HOPPER])
+def test_a_latent_cache_in_portable_code(arch, monkeypatch):
+    """The handler is told which of two kernels to launch."""
+    names = {name: getattr(_native.lib, name) for name in dir(_native.lib)}
+    lib = types.SimpleNamespace(**names | {"built_with_cuda": lambda: True})
+    monkeypatch.setattr(_native, "lib", lib)
+    monkeypatch.setattr(gpu_code, "arch_here", lambda: arch)
+    monkeypatch.setattr(ffi_targets, "register_targets", lambda _: None)
+    q, k, lengths = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((2, 16, 576), jnp.bfloat16), ((2, 128, 1, 576), jnp.bfloat16), ((2,), jnp.int32)
+        )
+    )  # fmt: skip
+    f = jax.jit(functools.partial(jflux.flash_decode, value_width=512))
+    with jflux.config(unchecked_kernels=True, strict=True):
+        text = f.trace(q, k, None, lengths).lower(lowering_platforms=("cuda",)).as_text()
+    (line,) = (a for a in text.splitlines() if "@jflux_latent_decode(" in a)
+    assert f"portable = {'false' if arch == HOPPER else 'true'}" in line
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")

@@ -74,6 +74,8 @@ MAIN_LOOPS = (
     MainLoop("GroupedMatmulKernel80", "sm_80", "GemmConfig80I13__nv_bfloat16", "HMMA", _ASYNC),
     MainLoop("GroupedMatmulKernel80", "sm_80", "GemmConfig80IaL", "IMMA", _ASYNC),
     MainLoop("GroupedMatmulKernel80", "sm_89", "GemmConfig80I13__nv_fp8_e4m3", "QMMA", _ASYNC),
+    # Four around the report of a wrong page.
+    MainLoop("LatentDecodeKernel80", "sm_80", "__nv_bfloat16", "HMMA", _ASYNC, 4),
     MainLoop("GroupedMatmulDwKernel80", "sm_80", "GemmConfig80I13__nv_bfloat16", "HMMA", _ASYNC),
 )
 #: Loads and stores of the stack.

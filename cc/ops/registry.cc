@@ -34,7 +34,7 @@
   FOLDER(AllGatherAttention, kHopper, OP(AllGatherAttention))                                   \
   FOLDER(FlashAttention, kHopper, OP(FlashAttention) OP(FlashAttentionBackward))                \
   FOLDER(FlashDecode, kPortable, OP(FlashDecode))                                               \
-  FOLDER(LatentDecode, kHopper, OP(LatentDecode))                                               \
+  FOLDER(LatentDecode, kPortable, OP(LatentDecode))                                             \
   FOLDER(GroupedMatmul, kPortable, OP(GroupedMatmul) OP(GroupedMatmulDw))                       \
   FOLDER(GroupedMatmulScaled, kPortable, OP(GroupedMatmulScaled))                               \
   FOLDER(GroupedMatmulDwScaled, kHopper, OP(GroupedMatmulDwScaled))                             \

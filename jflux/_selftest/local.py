@@ -136,19 +136,41 @@ def gate(rng: np.random.Generator) -> None:
 def decode(rng: np.random.Generator) -> None:
     dtype, width = HALVES[rng.integers(2)], int(rng.choice([64, 128]))
     groups, shared = int(rng.choice([1, 2, 4])), int(rng.choice([1, 4, 8]))
-    batch, positions = int(rng.integers(1, 6)), int(rng.choice([64, 320, 2048]))
-    heads = groups * shared
-    q = rng.standard_normal((batch, heads, width)).astype(dtype)
-    k, v = (rng.standard_normal((batch, positions, groups, width)).astype(dtype) for _ in "kv")
-    lengths = rng.integers(1, positions + 1, batch).astype(np.int32)
+    q, k, v, lengths = _draw_caches(rng, dtype, width, groups, shared)
     found = _run("flash_decode", jflux.flash_decode, q, k, v, lengths)
+    _check_decoded(found, q, k, v, lengths)
+
+
+def decode_latent(rng: np.random.Generator) -> None:
+    """Over a cache whose values are the first elements of keys."""
+    dtype, shared = HALVES[rng.integers(2)], int(rng.choice([1, 16, 40, 80]))
+    q, k, _, lengths = _draw_caches(rng, dtype, 576, 1, shared)
+    f = functools.partial(jflux.flash_decode, value_width=512)
+    found = _run("latent_decode", f, q, k, None, lengths)
+    _check_decoded(found, q, k, k[..., :512], lengths)
+
+
+def _draw_caches(
+    rng: np.random.Generator, dtype: Any, width: int, groups: int, shared: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(queries, keys, values, lengths); `shared`: heads of queries for each of the cache."""
+    batch, positions = int(rng.integers(1, 6)), int(rng.choice([64, 320, 2048]))
+    q = rng.standard_normal((batch, groups * shared, width)).astype(dtype)
+    k, v = (rng.standard_normal((batch, positions, groups, width)).astype(dtype) for _ in "kv")
+    return q, k, v, rng.integers(1, positions + 1, batch).astype(np.int32)
+
+
+def _check_decoded(
+    found: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, lengths: np.ndarray
+) -> None:
+    (batch, positions, groups, width), dtype = k.shape, q.dtype
     q64, k64, v64 = (a.astype(np.float64) for a in (q, k, v))
-    k64, v64 = (np.repeat(a, shared, 2) for a in (k64, v64))
-    s = np.einsum("bhd,bthd->bht", q64, k64) / np.sqrt(width)
-    s = np.where(np.arange(positions) < lengths[:, None, None], s, -np.inf)
+    k64, v64 = (a.transpose(0, 2, 1, 3) for a in (k64, v64))
+    s = q64.reshape(batch, groups, -1, width) @ k64.swapaxes(2, 3) / np.sqrt(width)
+    s = np.where(np.arange(positions) < lengths[:, None, None, None], s, -np.inf)
     p = np.exp(s - s.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    exact, size = (np.einsum("bht,bthd->bhd", p, a) for a in (v64, np.abs(v64)))
+    exact, size = ((p @ a).reshape(*q.shape[:2], -1) for a in (v64, np.abs(v64)))
     # Exponentials are rounded before they are multiplied, and tiny ones of float16 vanish.
     testing.assert_close(found, exact, 2 * size + 0.03, dtype, width)
 
@@ -191,13 +213,21 @@ def scaled(rng: np.random.Generator) -> None:
     dtype = types[rng.integers(len(types))]
     m, k, n = (16 * int(rng.choice([1, 8, 17, 40])) for _ in "mkn")
     x, w = (rng.standard_normal(shape).astype(np.float32) for shape in [(m, k), (n, k)])
+    first = int(rng.integers(m + 1))  # rows of the first of two groups, whose w is half as large
+    sizes = jnp.array([first, m - first], jnp.int32)
+
+    def of_two(w: Any) -> Any:
+        return jflux.Scaled(jnp.stack([w.values] * 2), jnp.stack([w.scale, 2 * w.scale]))
 
     def both(x: Any, w: Any) -> Any:
         operands = [jflux.quantize(a, dtype, block=(1, -1)) for a in (x, w)]
         y = jflux.matmul(*operands, transpose_rhs=True)
-        return y, *((one.values.astype(jnp.float32), one.scale) for one in operands)
+        of_groups = jflux.grouped_matmul(
+            operands[0], of_two(operands[1]), sizes, transpose_rhs=True
+        )
+        return y, of_groups, *((one.values.astype(jnp.float32), one.scale) for one in operands)
 
-    y, *found = _run("quantize matmul", both, x, w)
+    y, of_groups, *found = _run("quantize matmul grouped_matmul", both, x, w)
     for a, (values, scale) in zip((x, w), found, strict=True):
         most = np.float32(127 if dtype == np.int8 else jnp.finfo(dtype).max)
         of_rows = np.abs(a).max(-1, keepdims=True) / most
@@ -206,10 +236,13 @@ def scaled(rng: np.random.Generator) -> None:
         _same("quantize", scale, of_rows)
         _same("quantize", values, ratio.astype(dtype).astype(np.float32))
     x, w = (np.multiply(*one, dtype=np.float64) for one in found)
-    testing.assert_close(y, x @ w.T, np.abs(x) @ np.abs(w).T, y.dtype, k)
+    exact, size = x @ w.T, np.abs(x) @ np.abs(w).T
+    testing.assert_close(y, exact, size, y.dtype, k)
+    times = np.where(np.arange(m) < first, 1, 2)[:, None]
+    testing.assert_close(of_groups, times * exact, times * size, y.dtype, k)
 
 
-KINDS = (route, rows, gate, decode, grouped, scaled)
+KINDS = (route, rows, gate, decode, decode_latent, grouped, scaled)
 
 
 def check(seed: int, calls: int = CALLS) -> int:

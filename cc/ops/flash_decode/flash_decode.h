@@ -60,6 +60,7 @@ struct FlashDecodeParams {
   double softcap;  // 0: none
   DType dtype;     // of q, and of a cache without scales
   CacheScales scales = CacheScales::kNone;
+  bool portable = false;  // of latent_decode: by the kernel for GPUs other than Hopper
 };
 
 struct FlashDecodeArrays {

@@ -21,6 +21,7 @@ namespace jflux {
 inline constexpr OpId kLatentDecodeId{49};
 inline constexpr OpFormats kLatentDecodeFormats{kHalves};
 inline constexpr int kLatentWidth = 576, kLatentValues = 512;
+inline constexpr int kLatentQueries = 64;  // of an item, that share a head of the cache
 
 // As LaunchFlashDecode; `arrays` have no v.
 bool LaunchLatentDecode(const FlashDecodeParams& params, const FlashDecodeArrays& arrays,

@@ -12,11 +12,22 @@ namespace {
 
 #ifdef JFLUX_WITH_CUDA
 
+struct Attributes {
+  DecodeAttributes decode;
+  bool portable = false;  // by the kernel for GPUs other than Hopper
+
+  void Read(AttributeReader& read) {
+    decode.Read(read);
+    read("portable", &portable);
+  }
+};
+
 ffi::Error Cuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::RemainingArgs operands,
                 ffi::RemainingRets results) {
-  DecodeAttributes a;
+  Attributes a;
   if (auto refused = ReadAttributes(kLatentDecodeId, attributes, &a)) return *refused;
-  const auto call = DecodeCallOf(a, operands, results, kLatentValues);
+  auto call = DecodeCallOf(a.decode, operands, results, kLatentValues);
+  if (call) call->params.portable = a.portable;
   return LaunchDecode(kLatentDecodeId, call, LaunchLatentDecode, stream);
 }
 

@@ -25,6 +25,7 @@
 #include "gpu/wgmma.cuh"
 #include "ops/flash_attention/attention_sm90.cuh"
 #include "ops/flash_decode/flash_decode.cuh"
+#include "ops/latent_decode/latent_decode.cuh"
 #include "ops/latent_decode/latent_decode.h"
 #include "runtime/kernels_cuda.h"
 
@@ -33,8 +34,9 @@ namespace {
 
 using attention::FirstRow, attention::HalfOf, attention::WarpArrive;
 using namespace decode;
+using namespace latent;
 
-constexpr int kQueries = 64, kKeys = 64;
+constexpr int kQueries = kLatentQueries, kKeys = 64;
 constexpr int kBoxes = kLatentWidth / 64, kValueBoxes = kLatentValues / 64;
 constexpr int kBoxBytes = 64 * 128, kTileBytes = kBoxes * kBoxBytes;
 constexpr int kStages = 2;
@@ -171,15 +173,6 @@ __device__ void Rescale(Out& out, const float (&factor)[2]) {
   for (int i = 0; i < kLatentValues / 4; ++i) out[i] *= factor[HalfOf(i)];
 }
 
-// Where the result of an item's query goes; null: there is no such query.
-__device__ float* RowOfResult(const FlashDecodeArgs& args, const Item& item, int number) {
-  const Query query = Query::Of<kQueries>(args, item, number);
-  const int64_t of_split = static_cast<int64_t>(args.batch) * args.tokens * args.heads;
-  float* to = args.splits == 1 ? args.arrays.out : args.arrays.parts;
-  if (!query.is_there) return nullptr;
-  return to + (item.split * of_split + query.row) * (kLatentValues + 1);
-}
-
 // Writes a consumer's columns: each warp its 16 rows, by way of shared memory at `staged`, since 32
 // lanes have pieces of eight rows. `total`: of the probabilities of a thread's two rows.
 __device__ void StoreColumns(const FlashDecodeArgs& args, const Item& item, int consumer,
@@ -199,88 +192,13 @@ __device__ void StoreColumns(const FlashDecodeArgs& args, const Item& item, int 
   }
   __syncwarp();
   for (int row = first; row < first + 16; ++row) {
-    float* to = RowOfResult(args, item, row);
+    float* to = RowOfResult<kQueries>(args, item, row);
     if (to == nullptr) continue;
 #pragma unroll
     for (int column = lane; column < kColumns; column += 32)
       to[kColumns * consumer + column] = ptx::LoadSharedFloat(at(row, column));
   }
 }
-
-// Writes the log-sum-exps of a thread's two rows.
-__device__ void StoreLogSumExps(const FlashDecodeArgs& args, const Item& item,
-                                const float (&highest)[2], const float (&total)[2]) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float* to = RowOfResult(args, item, FirstRow() + 8 * h);
-    if (to == nullptr || threadIdx.x % 4 != 0) continue;
-    to[kLatentValues] = total[h] == 0 ? -INFINITY : kLn2 * (highest[h] + log2f(total[h]));
-  }
-}
-
-// The running softmax of a thread's two rows: 2^(score - highest), scores in units of log2(e).
-struct Softmax {
-  float highest[2], total[2];  // of this thread's columns
-  Span spans[2], inner;
-  bool has_cap;
-
-  __device__ Softmax(const FlashDecodeArgs& args, const Item& item) {
-    const DecodeBounds bounds = args.arrays.bounds[item.sequence];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const Query query = Query::Of<kQueries>(args, item, FirstRow() + 8 * h);
-      spans[h] = Span::Of(bounds, query.token);
-      highest[h] = -INFINITY;
-      total[h] = item.is_wrong ? NAN : 0.0f;
-    }
-    inner = Span::OfAll(args, bounds, item);
-    has_cap = args.softcap > 0;
-  }
-
-  // Turns the scores of a tile from position `first` on into probabilities. `factor`: what the
-  // results of earlier tiles are to be multiplied by.
-  __device__ void Take(const FlashDecodeArgs& args, const Smem& smem, int stage, int32_t first,
-                       Tile& s, float (&factor)[2]) {
-    const float scale = has_cap ? args.scale : kLog2e * args.scale;
-#pragma unroll
-    for (float& x : s) x *= scale;
-    if (has_cap) {
-#pragma unroll
-      for (float& x : s) x = kLog2e * Cap(x, args.softcap);
-    }
-    if (first < inner.begin || first + kKeys > inner.end) Mask(smem, stage, first, s);
-    float base[2], now[2] = {highest[0], highest[1]};
-#pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) now[HalfOf(i)] = fmaxf(now[HalfOf(i)], s[i]);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffff, now[h], 1));
-      now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffff, now[h], 2));
-      base[h] = now[h] == -INFINITY ? 0.0f : now[h];
-      factor[h] = ptx::Exp2(highest[h] - base[h]);
-      highest[h] = now[h];
-      total[h] *= factor[h];
-    }
-#pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) {
-      s[i] = ptx::Exp2(s[i] - base[HalfOf(i)]);
-      total[HalfOf(i)] += s[i];
-    }
-  }
-
-  // Minus infinity for what a row's token does not attend to, and for positions without a page.
-  __device__ void Mask(const Smem& smem, int stage, int32_t first, Tile& s) const {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i) {
-      const int at = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
-      const uint32_t there = ptx::LoadShared4(smem.Rows(stage, at / 16));
-      const Span& span = spans[HalfOf(i)];
-      if ((there >> at % 16 & 1) == 0 || first + at < span.begin || first + at >= span.end)
-        s[i] = -INFINITY;
-    }
-  }
-};
 
 // Writes a tile's probabilities, as an operand over positions.
 template <typename T>
@@ -301,7 +219,7 @@ template <typename T>
 __device__ void RunFirstConsumer(const FlashDecodeArgs& args, const Item& item, const Smem& smem) {
   const int lane = threadIdx.x % 32, row = FirstRow();
   const int32_t tiles = CeilDiv(item.end - item.begin, kKeys);
-  Softmax softmax(args, item);
+  Softmax<kQueries, kKeys> softmax(args, item, row);
   Out out;
 #pragma unroll
   for (float& o : out) o = 0;
@@ -315,7 +233,10 @@ __device__ void RunFirstConsumer(const FlashDecodeArgs& args, const Item& item, 
   // The scores of a tile have been computed: gives both consumers its probabilities.
   const auto finish_scores = [&](int stage, int32_t tile) {
     float factor[2];
-    softmax.Take(args, smem, stage, item.begin + tile * kKeys, s, factor);
+    softmax.Take(
+        args, item.begin + tile * kKeys,
+        [&](int at) { return (ptx::LoadShared4(smem.Rows(stage, at / 16)) >> at % 16 & 1) != 0; },
+        s, factor);
     StoreWeights<T>(smem, stage, s);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -360,7 +281,7 @@ __device__ void RunFirstConsumer(const FlashDecodeArgs& args, const Item& item, 
       ptx::StoreShared4(smem.Factor(kTotals, row + 8 * h), __float_as_int(total[h]));
   }
   ptx::BarrierArrive(kTotalsBarrier, kConsumerThreads);
-  StoreLogSumExps(args, item, softmax.highest, total);
+  StoreLogSumExps<kQueries>(args, item, row, softmax.highest, total);
   StoreColumns(args, item, 0, smem.Q(), out, total);
 }
 
@@ -432,13 +353,15 @@ const void* KernelOf(DType dtype) {
   });
 }
 
+bool LoadHopper(std::string* error) {
+  return ForFormats(kLatentDecodeFormats.operands,
+                    [&](DType dtype) { return LoadKernel(KernelOf(dtype), Smem::kBytes, error); });
+}
+
 }  // namespace
 
 bool LoadLatentDecodeKernels(std::string* error) {
-  return ForFormats(
-             kLatentDecodeFormats.operands,
-             [&](DType dtype) { return LoadKernel(KernelOf(dtype), Smem::kBytes, error); }) &&
-         LoadMergeParts<kLatentValues>(error);
+  return LoadBothLoops(LoadHopper, LoadLatentDecodeKernels80, error);
 }
 
 bool LaunchLatentDecode(const FlashDecodeParams& p, const FlashDecodeArrays& arrays,
@@ -453,11 +376,16 @@ bool LaunchLatentDecode(const FlashDecodeParams& p, const FlashDecodeArrays& arr
   if (!ArgsOf(p, arrays, state, &args, error)) return false;
   if (!LoadOnce(LoadLatentDecodeKernels, error)) return false;
   args.team = 1;
-  args.blocks = static_cast<int32_t>(CeilDiv<int64_t>(p.heads / p.groups * p.tokens, kQueries));
+  const int64_t queries = p.heads / p.groups * p.tokens;
+  args.blocks = static_cast<int32_t>(CeilDiv<int64_t>(queries, kQueries));
   const int64_t items = static_cast<int64_t>(args.splits) * args.batch * args.blocks * args.groups;
-  return LaunchKernel(KernelOf(p.dtype), &args, static_cast<int>(items), 1,
-                      kLoadThreads + kConsumerThreads, Smem::kBytes, stream, error) &&
-         (args.splits == 1 || MergeParts<kLatentValues>(args, stream, error));
+  if (p.portable) {
+    if (!LaunchLatentDecode80(p.dtype, queries, items, args, stream, error)) return false;
+  } else if (!LaunchKernel(KernelOf(p.dtype), &args, static_cast<int>(items), 1,
+                           kLoadThreads + kConsumerThreads, Smem::kBytes, stream, error)) {
+    return false;
+  }
+  return args.splits == 1 || MergeLatentParts(args, stream, error);
 }
 
 }  // namespace jflux

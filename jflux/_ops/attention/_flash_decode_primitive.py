@@ -16,7 +16,7 @@ from jax import lax
 from jax.interpreters import ad
 
 from ... import _native
-from ..._call import local_ops
+from ..._call import gpu_code, local_ops
 from ..._call.forms import Op, ShapeDtype
 from ..._call.plans import Arrays, Plan
 from ..._call.primitives import make_primitive
@@ -493,7 +493,11 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _primitive_of(name: str, why_not: Any, why_not_portable: Any) -> Any:
+def _attributes_latent(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    return _attributes(arrays, params, plan) | {"portable": gpu_code.runs_portable()}
+
+
+def _primitive_of(name: str, why_not: Any, why_not_portable: Any, attributes: Any) -> Any:
     primitive = make_primitive(
         Op(
             name=name,
@@ -504,7 +508,7 @@ def _primitive_of(name: str, why_not: Any, why_not_portable: Any) -> Any:
                     name,
                     why_not=why_not,
                     why_not_portable=why_not_portable,
-                    attributes=_attributes,
+                    attributes=attributes,
                     checked_on_gpus=True,
                     on_cpus=False,
                 ),
@@ -520,5 +524,5 @@ def _primitive_of(name: str, why_not: Any, why_not_portable: Any) -> Any:
     return primitive
 
 
-_flash_decode = _primitive_of(OP, _why_not, _why_not_portable)
-_latent_decode = _primitive_of(LATENT, _why_not_latent, local_ops.takes_all)
+_flash_decode = _primitive_of(OP, _why_not, _why_not_portable, _attributes)
+_latent_decode = _primitive_of(LATENT, _why_not_latent, local_ops.takes_all, _attributes_latent)

@@ -106,7 +106,7 @@ def flash_decode(
 
     On GPUs a kernel reads a rank's part once, of whole caches and of pages, in float16 and
     bfloat16, for heads of 64, 128 or 256 elements and up to 16 tokens; it splits the positions over
-    the GPU's multiprocessors too. So does one for Hopper that takes keys of 576 elements, the first
+    the GPU's multiprocessors too. So does another one that takes keys of 576 elements, the first
     512 of which are their values. Other calls, and derivatives, take XLA's products.
 
     What a cache has at positions that no token attends to reaches neither the result nor its

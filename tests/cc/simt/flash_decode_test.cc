@@ -54,7 +54,7 @@ struct Case {
   double softcap;
   int64_t ranks = 1, rank = 0;  // of which the kernel is one
   int64_t tokens = 1;
-  bool alibi = false;
+  bool alibi = false, portable = false;  // portable: of latent_decode
 };
 
 // What a case is given wrongly.
@@ -125,7 +125,7 @@ void Check(const Case& c, uint32_t seed, const Planted& planted = {},
   const int64_t capacity = c.ranks * c.positions;
   const FlashDecodeParams p{c.batch,     c.tokens,  c.heads,           c.groups, c.width,
                             c.positions, capacity,  c.page_size,       pages,    c.splits,
-                            scale,       c.softcap, simt::kDTypeOf<T>, scales};
+                            scale,       c.softcap, simt::kDTypeOf<T>, scales,   c.portable};
   std::string error;
   const FlashDecodeArrays arrays{
       q.get(),   k.get(),     v.get(),    bounds.data(), pages == 0 ? nullptr : table.data(),
@@ -256,6 +256,25 @@ TEST(Latent) {
   }
   Check<__half>({3, 2, 1, 576, 64, 0, 2, 0, 3, 1, 5}, seed++, {1, 193});
   Check<__half>({3, 2, 2, 576, 64, 16, 2, 0}, seed++, {2, 0, 12});
+}
+
+// Up to 32 queries, and more, in one block and in two; parts without positions.
+TEST(LatentInPortableCode) {
+  uint32_t seed = 100;
+  for (Case c :
+       {Case{2, 9, 1, 576, 150, 0, 1, 0}, Case{3, 33, 1, 576, 66, 0, 2, 20, 1, 0, 2},
+        Case{3, 4, 2, 576, 96, 16, 2, 0, 1, 0, 3}, Case{3, 2, 1, 576, 64, 0, 2, 0, 3, 1, 5},
+        Case{2, 32, 1, 576, 40, 8, 3, 0}, Case{2, 64, 1, 576, 90, 0, 1, 0}}) {
+    c.portable = true;
+    for (int schedule = 0; schedule < simt::Schedules(1); ++schedule) {
+      Check<__half>(c, seed++);
+      Check<__nv_bfloat16>(c, seed++);
+    }
+  }
+  Case of_length{3, 2, 1, 576, 64, 0, 2, 0, 3, 1, 5}, of_page{3, 2, 2, 576, 64, 16, 2, 0};
+  of_length.portable = of_page.portable = true;
+  Check<__half>(of_length, seed++, {1, 193});
+  Check<__half>(of_page, seed++, {2, 0, 12});
 }
 
 TEST(TeamsOfWarps) {
