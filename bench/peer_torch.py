@@ -2,9 +2,10 @@
 
 Reads one JSON object a line. {"op", "m", "n", "k"} makes operands, compares one call with
 PyTorch's own sequence, and answers "ready", or what is wrong; so does {"op": "grouped_matmul",
-"sizes", "k", "n"} with a product for each group. With "scales", operands are of 8 bits
-(bench/peer_torch_scaled.py). Each may have a "name". {"calls": n} with the same name runs so many,
-and answers "done". Ends with its input.
+"sizes", "k", "n"} with a product for each group, and {"op": "attention", "batch", ...} of
+bench/portable_attention.py. With "scales", operands are of 8 bits (bench/peer_torch_scaled.py).
+Each may have a "name". {"calls": n} with the same name runs so many, and answers "done". Ends with
+its input.
 """
 
 from __future__ import annotations
@@ -68,6 +69,43 @@ def grouped_call_of(sizes: list[int], k: int, n: int) -> Callable[[], object]:
     return call
 
 
+def attention_call_of(
+    batch: int, length: int, heads: int, groups: int, width: int, causal: bool, backward: bool
+) -> Callable[[], object]:
+    """FlashAttention-2, forward, or the backward pass alone, bf16; one head has been seen to be
+    right."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    torch.manual_seed(0)
+
+    def normal(count):
+        a = torch.randn(batch, length, count, width, dtype=torch.bfloat16, device="cuda")
+        return a.transpose(1, 2).requires_grad_(backward)
+
+    q, k, v = normal(heads), normal(groups), normal(groups)
+
+    def call(q, k, v):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=causal, enable_gqa=heads != groups
+            )
+
+    o = call(q, k, v)
+    with torch.no_grad():
+        scores = q[:1, 0, :512].float() @ k[:1, 0].float().mT * width**-0.5
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+        want = scores.softmax(-1) @ v[:1, 0].float()
+        error = (o[:1, 0, :512] - want).abs().max().item()
+    if not error < 0.05:
+        raise RuntimeError(f"PyTorch's attention is off by {error}")
+    if not backward:
+        return lambda: call(q, k, v)
+    do = torch.randn_like(o)
+    return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+
+
 def main() -> None:
     rank, world, port = map(int, sys.argv[1:4])
     out = os.fdopen(os.dup(1), "w", buffering=1)
@@ -92,6 +130,9 @@ def main() -> None:
             try:
                 if command["op"] == "grouped_matmul":
                     made[name] = grouped_call_of(command["sizes"], command["k"], command["n"])
+                elif command["op"] == "attention":
+                    del command["op"]
+                    made[name] = attention_call_of(**command)
                 else:
                     make = peer_torch_scaled.call_of if "scales" in command else call_of
                     made[name] = make(**command, rank=rank, world=world)
