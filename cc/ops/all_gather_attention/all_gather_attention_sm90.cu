@@ -1,17 +1,18 @@
 // Instantiates the kernels of all_gather_attention and launches one.
 #include "ops/all_gather_attention/all_gather_attention.h"
 #include "ops/all_gather_attention/all_gather_attention_sm90.cuh"
-#include "ops/flash_attention/flash_attention_args_cuda.h"
+#include "ops/flash_attention/flash_attention_maps_cuda.h"
 
 namespace jflux {
 namespace {
 
 struct Kernels {
-  static constexpr AttentionPass kPass = AttentionPass::kForward;
+  static constexpr int kMostWidth = 256;
   template <typename T, int kWidth, bool kSoftcap>
   static attention::Instance For() {
     using Shape = GatherShape<attention::ForwardShape<T, kWidth, kSoftcap>>;
-    return {reinterpret_cast<const void*>(&AllGatherAttentionKernel<Shape>), Shape::kSmemBytes};
+    return {reinterpret_cast<const void*>(&AllGatherAttentionKernel<Shape>), attention::kThreads,
+            Shape::kSmemBytes};
   }
 };
 
@@ -26,7 +27,7 @@ bool LaunchAllGatherAttention(const AllGatherAttentionParams& params,
   const FlashAttentionParams& p = params.attention;
   const int width = WidthFor(p.width);
   AllGatherAttentionArgs args{};
-  if (!attention::SetArgs(AttentionPass::kForward, width, p, arrays, &args, error)) return false;
+  if (!attention::SetMapArgs(AttentionPass::kForward, width, p, arrays, &args, error)) return false;
   const int32_t block = BlocksOf(AttentionPass::kForward, width).keys;
   args.padded_keys = static_cast<int32_t>(params.PaddedKeys());
   args.key_blocks = args.padded_keys / block;
@@ -49,7 +50,8 @@ bool LaunchAllGatherAttention(const AllGatherAttentionParams& params,
     }
   }
   // All CTAs are of use: they send.
-  return attention::LaunchInstance<Kernels>(p, &args, device.sm_count, stream, error);
+  return attention::LaunchInstance<Kernels>(p, &args, device.sm_count, device.sm_count, stream,
+                                            error);
 }
 
 }  // namespace jflux

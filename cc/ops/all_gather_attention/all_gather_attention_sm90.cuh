@@ -29,7 +29,7 @@ namespace jflux {
 
 // The consumers read attention::Args. Its padded_keys and key_blocks count the keys of all ranks;
 // its maps k and v are of this rank's keys and values.
-struct AllGatherAttentionArgs : attention::Args {
+struct AllGatherAttentionArgs : attention::MapArgs {
   CUtensorMap workspace_maps[2];  // the halves' data as sequences (KeyLayout::SequenceOf)
   DeviceState* state;
   SymmetricView view;
@@ -109,8 +109,8 @@ class GatheredKeys {
 
   // attention::OwnKeys has what this is.
   template <typename Load>
-  __device__ __forceinline__ void ForEachBlock(const attention::Args&, const attention::Item& item,
-                                               Load&& load) {
+  __device__ __forceinline__ void ForEachBlock(const attention::MapArgs&,
+                                               const attention::Item& item, Load&& load) {
     const int32_t blocks = args_.key_blocks_of_rank, world = args_.view.world;
     const int8_t* kinds = attention::BlocksOfItem(args_, args_.arrays.blocks, item,
                                                   args_.query_blocks, args_.key_blocks);

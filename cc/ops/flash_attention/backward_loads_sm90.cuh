@@ -69,7 +69,7 @@ struct BackwardSmem {
 };
 
 template <typename Shape>
-__device__ __forceinline__ void RunBackwardLoads(const Args& args,
+__device__ __forceinline__ void RunBackwardLoads(const MapArgs& args,
                                                  const BackwardSmem<Shape>& smem) {
   constexpr bool kKeepsKeys = Shape::kKeepsKeys;
   Ring<Shape::kStages> stages;

@@ -8,7 +8,8 @@
 #include <string>
 
 #include "core/numbers.h"
-#include "ops/flash_attention/attention_sm90.cuh"
+#include "gpu/types.cuh"
+#include "ops/flash_attention/attention.cuh"
 #include "ops/flash_attention/flash_attention.h"
 #include "runtime/cuda_check.h"
 #include "runtime/kernels_cuda.h"
@@ -45,29 +46,25 @@ inline bool SetArgs(AttentionPass pass, int width, const FlashAttentionParams& p
   args->scale = static_cast<float>(p.scale);
   args->inner = p.softcap == 0 ? 0.0f : static_cast<float>(p.scale / p.softcap);
   args->factor = static_cast<float>((p.softcap == 0 ? p.scale : p.softcap) * double{kLog2e});
-  const auto encode = [&](CUtensorMap* map, const void* data, int64_t rows, int64_t heads,
-                          int block) {
-    return EncodeTensorMap(map, p.dtype, data, {p.batch, rows, heads, p.width},
-                           {rows * heads * p.width, heads * p.width, p.width}, {1, block, 1, 64},
-                           error);
-  };
-  return encode(&args->q, arrays.q, p.queries, p.heads, blocks.queries) &&
-         encode(&args->k, arrays.k, p.keys, p.groups, blocks.keys) &&
-         encode(&args->v, arrays.v, p.keys, p.groups, blocks.keys) &&
-         (pass == AttentionPass::kForward ||
-          encode(&args->d_out, arrays.d_out, p.queries, p.heads, blocks.queries));
+  return true;
 }
 
-// A pass's kernels: Kernels::For<T, width, softcap>() -> {kernel, bytes of shared memory}.
+// A pass's kernels, Hopper's or portable ones:
+//
+//   kPass, Args
+//   kMostWidth                       of the widths of WidthFor
+//   For<T, width, softcap>() -> Instance
+//   SetArgs(width, params, arrays, Args*, error)
 struct Instance {
   const void* kernel;
-  int smem_bytes;
+  int threads, smem_bytes;
+  int ctas_per_sm = 1;
 };
 
 // Calls visit(width, softcap, Instance) for the kernels of a type, until it returns true.
 template <typename Kernels, typename T, int kWidth = 64, typename F>
 bool ForInstances(F&& visit) {
-  if constexpr (WidthFor(kWidth) == 0) {
+  if constexpr (kWidth > Kernels::kMostWidth) {
     return false;
   } else {
     return visit(kWidth, false, Kernels::template For<T, kWidth, false>()) ||
@@ -91,15 +88,15 @@ bool Load(std::string* error) {
                     [&](DType dtype) { return !ForInstancesOf<Kernels>(dtype, fails); });
 }
 
-// `args`: the arguments of Kernels, whose attention::Args SetArgs has set.
+// `args`: of Kernels. `items`: that CTAs can be of use for.
 template <typename Kernels>
-bool LaunchInstance(const FlashAttentionParams& p, void* args, int ctas, cudaStream_t stream,
-                    std::string* error) {
+bool LaunchInstance(const FlashAttentionParams& p, void* args, int sm_count, int items,
+                    cudaStream_t stream, std::string* error) {
   bool launched = false;
   ForInstancesOf<Kernels>(p.dtype, [&](int width, bool softcap, const Instance& instance) {
     if (width != WidthFor(p.width) || softcap != (p.softcap != 0)) return false;
-    launched =
-        LaunchKernel(instance.kernel, args, ctas, 1, kThreads, instance.smem_bytes, stream, error);
+    launched = LaunchKernel(instance.kernel, args, Min(items, instance.ctas_per_sm * sm_count), 1,
+                            instance.threads, instance.smem_bytes, stream, error);
     return true;
   });
   return launched;
@@ -111,17 +108,18 @@ bool Launch(const FlashAttentionParams& p, const FlashAttentionArrays& arrays, c
   *error = WhyNotFormats(kFlashAttentionFormats, kWgmmaFormats, p.dtype, p.dtype);
   if (!error->empty()) return false;
   const int width = WidthFor(p.width);
-  if (width == 0) {
-    *error = "the kernels take heads of a multiple of 8 elements, up to 256";
+  if (width == 0 || width > Kernels::kMostWidth) {
+    *error = "the kernels take heads of a multiple of 8 elements, up to " +
+             std::to_string(Kernels::kMostWidth);
     return false;
   }
   int ordinal = 0, sm_count = 0;
   JFLUX_CUDA_OR_FALSE(cudaGetDevice(&ordinal), error);
   JFLUX_CUDA_OR_FALSE(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, ordinal),
                       error);
-  Args args{};
-  if (!SetArgs(Kernels::kPass, width, p, arrays, &args, error)) return false;
-  return LaunchInstance<Kernels>(p, &args, Min(args.items, sm_count), stream, error);
+  typename Kernels::Args args{};
+  return Kernels::SetArgs(width, p, arrays, &args, error) &&
+         LaunchInstance<Kernels>(p, &args, sm_count, args.items, stream, error);
 }
 
 }  // namespace jflux::attention

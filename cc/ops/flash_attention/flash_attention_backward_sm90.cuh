@@ -234,7 +234,7 @@ __device__ __forceinline__ void RunDqConsumer(const Args& args, const BackwardSm
 
 // consume(smem, consumer) is a consumer's part.
 template <typename Shape, typename Consume>
-__device__ __forceinline__ void RunBackward(const Args& args, Consume&& consume) {
+__device__ __forceinline__ void RunBackward(const MapArgs& args, Consume&& consume) {
   JFLUX_DYNAMIC_SHARED(uint8_t, 1024, storage);
   const BackwardSmem<Shape> smem{ptx::SmemAddress(storage)};
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
@@ -262,7 +262,8 @@ __device__ __forceinline__ void RunBackward(const Args& args, Consume&& consume)
 }
 
 template <typename Shape>
-__global__ void __launch_bounds__(kThreads, 1) BackwardKernel(const __grid_constant__ Args args) {
+__global__ void __launch_bounds__(kThreads, 1)
+    BackwardKernel(const __grid_constant__ MapArgs args) {
   RunBackward<Shape>(args, [&](const BackwardSmem<Shape>& smem, int consumer) {
     if constexpr (Shape::kKeepsKeys) {
       RunDkvConsumer<Shape>(args, smem, consumer);

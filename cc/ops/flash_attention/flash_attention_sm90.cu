@@ -1,6 +1,6 @@
-// Instantiates the kernels of attention and launches those of a pass.
-#include "ops/flash_attention/flash_attention_args_cuda.h"
+// Instantiates Hopper's kernels of attention and launches those of a pass.
 #include "ops/flash_attention/flash_attention_backward_sm90.cuh"
+#include "ops/flash_attention/flash_attention_maps_cuda.h"
 #include "ops/flash_attention/flash_attention_sm90.cuh"
 #include "ops/flash_attention/flash_attention_wide_backward_sm90.cuh"
 
@@ -10,21 +10,31 @@ namespace {
 template <AttentionPass kPass_>
 struct Kernels {
   static constexpr AttentionPass kPass = kPass_;
+  static constexpr int kMostWidth = 256;
+  using Args = attention::MapArgs;
+  static bool SetArgs(int width, const FlashAttentionParams& p, const FlashAttentionArrays& arrays,
+                      Args* args, std::string* error) {
+    return attention::SetMapArgs(kPass, width, p, arrays, args, error);
+  }
   template <typename T, int kWidth, bool kSoftcap>
   static attention::Instance For() {
     if constexpr (kPass == AttentionPass::kForward) {
       using Shape = attention::ForwardShape<T, kWidth, kSoftcap>;
-      return {reinterpret_cast<const void*>(&attention::ForwardKernel<Shape>), Shape::kSmemBytes};
+      return Of<Shape>(&attention::ForwardKernel<Shape>);
     } else {
       using Shape = attention::BackwardShape<T, kWidth, kSoftcap, kPass>;
       if constexpr (Shape::kIsWide) {
-        return {reinterpret_cast<const void*>(&attention::WideBackwardKernel<Shape>),
-                Shape::kSmemBytes};
+        return Of<Shape>(&attention::WideBackwardKernel<Shape>);
       } else {
-        return {reinterpret_cast<const void*>(&attention::BackwardKernel<Shape>),
-                Shape::kSmemBytes};
+        return Of<Shape>(&attention::BackwardKernel<Shape>);
       }
     }
+  }
+
+ private:
+  template <typename Shape>
+  static attention::Instance Of(void (*kernel)(Args)) {
+    return {reinterpret_cast<const void*>(kernel), attention::kThreads, Shape::kSmemBytes};
   }
 };
 using Forward = Kernels<AttentionPass::kForward>;

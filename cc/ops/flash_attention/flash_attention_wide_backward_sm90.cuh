@@ -223,7 +223,7 @@ __device__ __forceinline__ void RunWideDqConsumer(const Args& args, const Backwa
 
 template <typename Shape>
 __global__ void __launch_bounds__(kThreads, 1)
-    WideBackwardKernel(const __grid_constant__ Args args) {
+    WideBackwardKernel(const __grid_constant__ MapArgs args) {
   RunBackward<Shape>(args, [&](const BackwardSmem<Shape>& smem, int consumer) {
     if constexpr (!Shape::kKeepsKeys) {
       RunWideDqConsumer<Shape>(args, smem, consumer);
