@@ -32,7 +32,7 @@
   FOLDER(MoeDispatch, kPortable, OP(MoeDispatch) OP(MoeCombine))                                \
   FOLDER(DecodeMerge, kPortable, OP(DecodeMerge))                                               \
   FOLDER(AllGatherAttention, kHopper, OP(AllGatherAttention))                                   \
-  FOLDER(FlashAttention, kHopper, OP(FlashAttention) OP(FlashAttentionBackward))                \
+  FOLDER(FlashAttention, kPortable, OP(FlashAttention) OP(FlashAttentionBackward))              \
   FOLDER(FlashDecode, kPortable, OP(FlashDecode))                                               \
   FOLDER(LatentDecode, kPortable, OP(LatentDecode))                                             \
   FOLDER(GroupedMatmul, kPortable, OP(GroupedMatmul) OP(GroupedMatmulDw))                       \

@@ -100,6 +100,7 @@ struct FlashAttentionParams {
   int32_t low;
   uint32_t span;
   bool wide_out;  // out is float32
+  bool portable;  // by the kernels that other GPUs than Hopper have too
   DType dtype;    // of q, k, v and do
 };
 
@@ -121,6 +122,11 @@ bool LaunchFlashAttention(const FlashAttentionParams& params, const FlashAttenti
 bool LaunchFlashAttentionBackward(const FlashAttentionParams& params,
                                   const FlashAttentionArrays& arrays, cudaStream_t stream,
                                   std::string* error);
+
+// The same by portable kernels.
+bool LaunchFlashAttention80(const FlashAttentionParams& params, const FlashAttentionArrays& arrays,
+                            cudaStream_t stream, std::string* error);
+bool LoadFlashAttentionKernels80(std::string* error);
 
 // Loads the kernels of both on the current device.
 bool LoadFlashAttentionKernels(std::string* error);

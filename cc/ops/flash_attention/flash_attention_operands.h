@@ -17,9 +17,10 @@ struct AttentionAttributes {
   double softcap = 0;
   int64_t low = 0;
   int64_t span = 0;
+  bool portable = false;
 
   void Read(AttributeReader& read) {
-    read("scale", &scale)("softcap", &softcap)("low", &low)("span", &span);
+    read("scale", &scale)("softcap", &softcap)("low", &low)("span", &span)("portable", &portable);
   }
 };
 
@@ -58,6 +59,7 @@ class AttentionReader {
     }
     params.scale = a.scale;
     params.softcap = a.softcap;
+    params.portable = a.portable;
     params.low = static_cast<int32_t>(a.low);
     params.span = static_cast<uint32_t>(a.span);
     return a.scale > 0 && std::isfinite(a.scale) && a.softcap >= 0 && std::isfinite(a.softcap) &&

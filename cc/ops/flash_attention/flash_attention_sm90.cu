@@ -50,16 +50,22 @@ bool LoadBackward(std::string* error) {
 }  // namespace
 
 bool LoadFlashAttentionKernels(std::string* error) {
-  return LoadForward(error) && LoadBackward(error);
+  const auto hopper = [](std::string* e) { return LoadForward(e) && LoadBackward(e); };
+  return LoadBothLoops(hopper, LoadFlashAttentionKernels80, error);
 }
 
 bool LaunchFlashAttention(const FlashAttentionParams& p, const FlashAttentionArrays& arrays,
                           cudaStream_t stream, std::string* error) {
+  if (p.portable) return LaunchFlashAttention80(p, arrays, stream, error);
   return LoadOnce(LoadForward, error) && attention::Launch<Forward>(p, arrays, stream, error);
 }
 
 bool LaunchFlashAttentionBackward(const FlashAttentionParams& p, const FlashAttentionArrays& arrays,
                                   cudaStream_t stream, std::string* error) {
+  if (p.portable) {
+    *error = "the backward pass has no portable kernel";
+    return false;
+  }
   return LoadOnce(LoadBackward, error) && attention::Launch<Dkv>(p, arrays, stream, error) &&
          attention::Launch<Dq>(p, arrays, stream, error);
 }

@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from ... import _native
-from ..._call import derivatives, local_ops
+from ..._call import derivatives, gpu_code, local_ops
 from ..._call.forms import Op, ShapeDtype
 from ..._call.plans import Arrays, Plan
 from ..._call.primitives import make_primitive, plan_call
@@ -157,6 +157,10 @@ def why_not(arrays: Arrays, params: Any, platform: str) -> str | None:
     return None
 
 
+def _why_not_backward(arrays: Arrays, params: Any, platform: str) -> str | None:
+    return "the backward pass has no portable kernel"
+
+
 def differences(scores: Scores) -> tuple[int, int]:
     """(least, most) that a key's position may be above its query's."""
     left, right = (_FURTHEST, _FURTHEST) if scores.window is None else scores.window
@@ -171,6 +175,7 @@ def attributes(params: Any) -> dict[str, Any]:
         "softcap": np.float64(params.scores.softcap or 0),
         "low": np.int64(low),
         "span": np.int64(high - low),
+        "portable": gpu_code.runs_portable(),
     }
 
 
@@ -314,10 +319,11 @@ def _batch(primitive: Primitive, operands: Any, dims: Any, *, params: Params) ->
     return [a.reshape(size, -1, *a.shape[1:]) for a in results], [0] * len(results)
 
 
-def _op(name: str, prepare: Any, **others: Any) -> Op:
+def _op(name: str, prepare: Any, why_not_portable: Any, **others: Any) -> Op:
     form = local_ops.kernel(
         name,
         why_not=why_not,
+        why_not_portable=why_not_portable,
         attributes=lambda arrays, params, plan: attributes(params),
         checked_on_gpus=True,
         on_cpus=False,
@@ -328,11 +334,13 @@ def _op(name: str, prepare: Any, **others: Any) -> Op:
 
 
 _FORWARD = _op(
-    OP, _prepare_forward, result_shapes=_forward_shapes, reference=_forward_reference,
+    OP, _prepare_forward, local_ops.takes_all,
+    result_shapes=_forward_shapes, reference=_forward_reference,
     flops=lambda arrays, params: _blockwise.pairs_flops(arrays[0], arrays[1].shape[1]),
 )  # fmt: skip
 _BACKWARD = _op(
-    BACKWARD, _prepare_backward, result_shapes=_backward_shapes, reference=_backward_reference,
+    BACKWARD, _prepare_backward, _why_not_backward,
+    result_shapes=_backward_shapes, reference=_backward_reference,
     flops=lambda arrays, params: _blockwise.pairs_flops(
         arrays[0], arrays[1].shape[1], _blockwise.BACKWARD_PRODUCTS
     ),

@@ -1,4 +1,5 @@
-// The kernels of attention in the simulator, forward and backward, against sums in double.
+// The kernels of attention in the simulator, forward and backward, against sums in double: Hopper's
+// and the portable ones.
 #include "ops/flash_attention/flash_attention.h"
 
 #include <algorithm>
@@ -193,7 +194,7 @@ struct Problem {
     return order;
   }
 
-  FlashAttentionParams Params() const {
+  FlashAttentionParams Params(bool portable = false) const {
     FlashAttentionParams p{};
     p.batch = c.batch, p.heads = c.heads, p.groups = c.groups, p.width = c.width;
     p.queries = c.queries, p.keys = c.keys;
@@ -202,6 +203,7 @@ struct Problem {
     p.scale = scale, p.softcap = c.softcap;
     p.low = c.low, p.span = static_cast<uint32_t>(c.high - c.low);
     p.wide_out = c.wide;
+    p.portable = portable;
     p.dtype = simt::kDTypeOf<T>;
     return p;
   }
@@ -248,20 +250,23 @@ void Check(const Case& c, uint32_t seed) {
   const auto kinds = problem.Blocks(AttentionPass::kForward, random);
   const auto order = problem.Order(AttentionPass::kForward, random);
   arrays.blocks = kinds.data(), arrays.order = order.data();
-  Array<T> out(static_cast<int64_t>(c.wide ? 0 : problem.out.value.size()));
-  Array<float> wide(static_cast<int64_t>(c.wide ? problem.out.value.size() : 0));
-  Array<float> lse(static_cast<int64_t>(problem.lse.size()));
-  arrays.out = c.wide ? static_cast<void*>(wide.get()) : out.get();
-  arrays.lse = lse.get();
   std::string error;
-  EXPECT(LaunchFlashAttention(problem.Params(), arrays, nullptr, &error)) << error;
-  EXPECT_EQ(simt::Run(seed), "") << "seed " << seed;
-  EXPECT_EQ(
-      c.wide ? CountOff(wide, problem.out, rounding) : CountOff(out, problem.out, 2 * rounding), 0)
-      << "out, seed " << seed;
-  for (size_t i = 0; i < problem.lse.size(); ++i) {
-    const double got = lse.data[i], want = problem.lse[i];
-    EXPECT(got == want || std::abs(got - want) <= 1e-5) << "lse, seed " << seed;
+  for (const bool portable : {false, true}) {
+    Array<T> out(static_cast<int64_t>(c.wide ? 0 : problem.out.value.size()));
+    Array<float> wide(static_cast<int64_t>(c.wide ? problem.out.value.size() : 0));
+    Array<float> lse(static_cast<int64_t>(problem.lse.size()));
+    arrays.out = c.wide ? static_cast<void*>(wide.get()) : out.get();
+    arrays.lse = lse.get();
+    EXPECT(LaunchFlashAttention(problem.Params(portable), arrays, nullptr, &error)) << error;
+    EXPECT_EQ(simt::Run(seed), "") << "seed " << seed;
+    EXPECT_EQ(
+        c.wide ? CountOff(wide, problem.out, rounding) : CountOff(out, problem.out, 2 * rounding),
+        0)
+        << "out, seed " << seed << (portable ? ", portable" : "");
+    for (size_t i = 0; i < problem.lse.size(); ++i) {
+      const double got = lse.data[i], want = problem.lse[i];
+      EXPECT(got == want || std::abs(got - want) <= 1e-5) << "lse, seed " << seed;
+    }
   }
 
   const int64_t padded = Padded(c.queries);
