@@ -23,6 +23,7 @@ from jflux._call.forms import Call, choose
 from jflux._call.gpu_code import FLOAT8, HOPPER, PORTABLE
 from jflux._call.plans import Machine
 from jflux._ops._spec import all_ops
+from jflux._ops.attention import flash_attention
 from jflux._ops.collectives import all_reduce
 from jflux._ops.experts import routing
 
@@ -31,12 +32,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 EVERY, USERS = ((least, 2**31 - 1) for least in (PORTABLE, 0))
 #: Ops with kernels for compute capability 8.0 and later.
 PORTABLE_OPS = (
-    "activation_gradient", "all_gather", "all_gather_grouped_matmul", "all_gather_matmul",
-    "all_reduce", "all_to_all", "all_to_all_matmul", "decode_merge", "flash_decode",
-    "grouped_matmul", "grouped_matmul_dw", "grouped_matmul_reduce_scatter",
-    "grouped_matmul_scaled", "latent_decode", "matmul", "matmul_all_reduce", "matmul_all_to_all",
-    "matmul_reduce_scatter", "moe_combine", "moe_dispatch", "moe_gate", "moe_gate_gradient",
-    "moe_route", "moe_rows", "quantize", "ragged_all_to_all", "reduce_scatter",
+    "activation_gradient", "all_gather", "all_gather_attention", "all_gather_grouped_matmul",
+    "all_gather_matmul", "all_reduce", "all_to_all", "all_to_all_matmul", "decode_merge",
+    "flash_attention", "flash_attention_backward", "flash_decode", "grouped_matmul",
+    "grouped_matmul_dw", "grouped_matmul_reduce_scatter", "grouped_matmul_scaled", "latent_decode",
+    "matmul", "matmul_all_reduce", "matmul_all_to_all", "matmul_reduce_scatter", "moe_combine",
+    "moe_dispatch", "moe_gate", "moe_gate_gradient", "moe_route", "moe_rows", "quantize",
+    "ragged_all_to_all", "reduce_scatter",
 )  # fmt: skip
 
 
@@ -50,7 +52,8 @@ def test_each_op_says_which_gpus_its_kernels_are_for():
     gpus = of_ops()
     assert {name for name, of in gpus.items() if of == EVERY} == set(PORTABLE_OPS)
     hopper = {name for name, of in gpus.items() if of == (HOPPER, HOPPER)}
-    assert "all_gather_attention" in hopper
+    assert hopper <= {"latent_decode", "grouped_matmul_scaled", "grouped_matmul_dw_scaled"}
+    assert _native.lib.gpus("latent_decode") == (HOPPER, HOPPER)
     # Whose kernels are their users'.
     others = set(gpus) - hopper - set(PORTABLE_OPS)
     assert {name for name, of in gpus.items() if of == USERS} == others
@@ -193,6 +196,13 @@ def test_local_ops_of_a_recorded_machine(gpus, monkeypatch, tmp_path):
         assert plan_on("8.0", 80).reason.endswith("which unchecked_kernels takes")
 
 
+def with_cuda(monkeypatch):
+    """Makes a library without GPU kernels say that it has them."""
+    names = {name: getattr(_native.lib, name) for name in dir(_native.lib)}
+    lib = types.SimpleNamespace(**names | {"built_with_cuda": lambda: True})
+    monkeypatch.setattr(_native, "lib", lib)
+
+
 def calls_on(arch, monkeypatch, f, *args):
     """The calls of a function over a mesh, as GPUs plan them that run this code."""
     machine = Machine("cuda", sm_count=108, link_gbps=250, device_kind="an A100", arch=arch)
@@ -244,7 +254,7 @@ def test_ops_over_ranks_of_a_recorded_machine(no_record, monkeypatch):
     with jflux.config(unchecked_kernels=False):
         why = machine.why_no_kernel("all_reduce")
         assert why is None if not no_record else no_record in why
-        assert "compute capability 9.0" in machine.why_no_kernel("all_gather_attention")
+        assert "compute capability 9.0" in machine.why_no_kernel("latent_decode")
         fused = plans.Plan(plans.Path.FUSED, "because")
         said = plans.in_portable_code(fused, machine.arch, machine.no_record).reason
         by = "" if no_record else "; in portable code, which jflux.selftest has checked here"
@@ -325,9 +335,7 @@ def test_scales_in_portable_code(op, monkeypatch):
 
 def test_matmul_in_portable_code(monkeypatch):
     """The plan names the portable loop, and what it does not take is XLA's."""
-    names = {name: getattr(_native.lib, name) for name in dir(_native.lib)}
-    lib = types.SimpleNamespace(**names | {"built_with_cuda": lambda: True})
-    monkeypatch.setattr(_native, "lib", lib)
+    with_cuda(monkeypatch)
 
     def plan_on(arch, dtype, block, **options):
         monkeypatch.setattr(gpu_code, "arch_here", lambda: arch)
@@ -398,6 +406,40 @@ def test_a_latent_cache_in_portable_code(arch, monkeypatch):
         text = f.trace(q, k, None, lengths).lower(lowering_platforms=("cuda",)).as_text()
     (line,) = (a for a in text.splitlines() if "@jflux_latent_decode(" in a)
     assert f"portable = {'false' if arch == HOPPER else 'true'}" in line
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+def test_attention_in_portable_code(monkeypatch):
+    """The forward pass over ranks; cuDNN is not asked about on this platform."""
+    f = functools.partial(jflux.attention, axis_name="tp", causal=True, softcap=30.0)
+    f = jax.shard_map(f, mesh=make_mesh((2,)), in_specs=P(None, "tp"), out_specs=P(None, "tp"))
+    qkv = [jax.ShapeDtypeStruct((1, 512, 4, 128), jnp.bfloat16) for _ in range(3)]
+    for unchecked in (True, False):
+        with jflux.config(unchecked_kernels=unchecked, always=True):
+            plan = calls_on(PORTABLE, monkeypatch, f, *qkv)["all_gather_attention"]
+        assert (plan.path == "fused") == unchecked
+        assert unchecked or "unchecked_kernels=True" in plan.reason
+    assert 0 < calls_on(HOPPER, monkeypatch, f, *qkv)["all_gather_attention"].senders
+
+
+@pytest.mark.parametrize("unchecked", [False, True])
+def test_passes_of_attention_in_portable_code(monkeypatch, unchecked):
+    """The backward pass is XLA's where it has no kernel."""
+    q, k = (jax.ShapeDtypeStruct((1, 256, heads, 128), jnp.bfloat16) for heads in (4, 2))
+    params = flash_attention.Params(flash_attention.Scores(0.1), q.dtype, None)
+
+    def plan_on(arch, op):
+        monkeypatch.setattr(gpu_code, "arch_here", lambda: arch)
+        return choose(op.forms, Call([q, k, k], params), Machine("cuda"))[0]
+
+    with_cuda(monkeypatch)
+    with jflux.config(unchecked_kernels=unchecked):
+        plan = plan_on(PORTABLE, flash_attention._FORWARD)
+        assert (plan.path == "fused") == unchecked
+        plan = plan_on(PORTABLE, flash_attention._BACKWARD)
+        assert plan.path == "reference"
+        assert not unchecked or "no portable kernel" in plan.reason
+        assert plan_on(HOPPER, flash_attention._BACKWARD).path == "fused"
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")

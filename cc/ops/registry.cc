@@ -31,7 +31,7 @@
   FOLDER(GroupedMatmulReduceScatter, kPortable, OP(GroupedMatmulReduceScatter))                 \
   FOLDER(MoeDispatch, kPortable, OP(MoeDispatch) OP(MoeCombine))                                \
   FOLDER(DecodeMerge, kPortable, OP(DecodeMerge))                                               \
-  FOLDER(AllGatherAttention, kHopper, OP(AllGatherAttention))                                   \
+  FOLDER(AllGatherAttention, kPortable, OP(AllGatherAttention))                                 \
   FOLDER(FlashAttention, kPortable, OP(FlashAttention) OP(FlashAttentionBackward))              \
   FOLDER(FlashDecode, kPortable, OP(FlashDecode))                                               \
   FOLDER(LatentDecode, kPortable, OP(LatentDecode))                                             \

@@ -141,17 +141,22 @@ inline KeyLayout CudaLayoutOf(const AllGatherAttentionParams& p) {
 // The number of CTAs that may send. All CTAs meet blocks of keys at the same pace, so the first
 // items of a call need a rank's keys at the rate at which one item meets them. Own keys come first,
 // which gives the peers 1 / world of the time as a lead.
+//
+// A portable CTA does not compute while it sends, with all of its warps. (Its numbers are
+// estimates.)
 inline int32_t KeySenders(const AllGatherAttentionParams& p, const Machine& machine) {
-  // Operations of a multiprocessor in a microsecond. Bytes of a send warp in a microsecond, as in
-  // SendingCtas.
-  constexpr double kOperations = 4.2e6, kOfSender = 3.3e3;
+  const bool portable = machine.arch < kHopperArch;
+  // Operations of a multiprocessor in a microsecond. Bytes of a sender in a microsecond.
+  const double operations = portable ? 2e6 : 4.2e6, of_sender = portable ? 8e3 : kOfSendWarp;
   constexpr double kQueries = 128;  // of an item
   const auto width = static_cast<double>(p.attention.width);
-  const double keys = kOperations / (4 * kQueries * width);  // that an item meets in a microsecond
+  const double keys = operations / (4 * kQueries * width);  // that an item meets in a microsecond
   const double bytes = 2 * static_cast<double>(p.attention.groups) * width * 2;  // of a key
   const double rate = keys * bytes * (p.world - 1) / p.world;
-  const double least = CeilDiv(machine.sm_count, 3), most = CeilDiv(2 * machine.sm_count, 3);
-  return static_cast<int32_t>(Max(least, Min(most, rate / kOfSender)));
+  const int32_t sms = machine.sm_count;
+  const double least = CeilDiv(sms, portable ? 8 : 3), most = CeilDiv(portable ? sms : 2 * sms, 3);
+  const double wanted = Max(least, Min(most, rate / of_sender));
+  return static_cast<int32_t>(portable ? Min(wanted, MostSenders(of_sender, machine)) : wanted);
 }
 
 // Why no kernel takes the call; empty if one does.
@@ -172,6 +177,30 @@ bool LaunchAllGatherAttention(const AllGatherAttentionParams& params,
                               const FlashAttentionArrays& arrays, int32_t senders, int64_t site,
                               const CudaDevice& device, const SymmetricView& view,
                               cudaStream_t stream, std::string* error);
+
+// The same by a portable kernel.
+bool LaunchAllGatherAttention80(const AllGatherAttentionParams& params,
+                                const FlashAttentionArrays& arrays, int32_t senders, int64_t site,
+                                const CudaDevice& device, const SymmetricView& view,
+                                cudaStream_t stream, std::string* error);
+bool LoadAllGatherAttentionKernels80(std::string* error);
+
+// The arguments of either kernel that are not those of flash_attention's.
+template <typename Args>
+void SetGatherArgs(const AllGatherAttentionParams& params, int32_t senders, int64_t site,
+                   const CudaDevice& device, const SymmetricView& view, Args* args) {
+  const int width = WidthFor(params.attention.width);
+  args->padded_keys = static_cast<int32_t>(params.PaddedKeys());
+  args->key_blocks = args->padded_keys / BlocksOf(AttentionPass::kForward, width).keys;
+  args->key_blocks_of_rank = args->key_blocks / params.world;
+  args->state = device.state;
+  args->view = view;
+  args->signature = SignatureBuilder().Add(params.Signature()).Add(site).Get();
+  args->op = static_cast<uint32_t>(kAllGatherAttentionId);
+  args->layout = CudaLayoutOf(params);
+  args->workspace = args->layout.Workspace();
+  args->senders = senders;
+}
 
 // Loads the kernels on the current device.
 bool LoadAllGatherAttentionKernels(std::string* error);

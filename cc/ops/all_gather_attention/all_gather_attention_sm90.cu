@@ -1,4 +1,4 @@
-// Instantiates the kernels of all_gather_attention and launches one.
+// Instantiates Hopper's kernels of all_gather_attention and launches one.
 #include "ops/all_gather_attention/all_gather_attention.h"
 #include "ops/all_gather_attention/all_gather_attention_sm90.cuh"
 #include "ops/flash_attention/flash_attention_maps_cuda.h"
@@ -18,27 +18,23 @@ struct Kernels {
 
 }  // namespace
 
-bool LoadAllGatherAttentionKernels(std::string* error) { return attention::Load<Kernels>(error); }
+bool LoadAllGatherAttentionKernels(std::string* error) {
+  return LoadBothLoops(attention::Load<Kernels>, LoadAllGatherAttentionKernels80, error);
+}
 
 bool LaunchAllGatherAttention(const AllGatherAttentionParams& params,
                               const FlashAttentionArrays& arrays, int32_t senders, int64_t site,
                               const CudaDevice& device, const SymmetricView& view,
                               cudaStream_t stream, std::string* error) {
   const FlashAttentionParams& p = params.attention;
+  if (p.portable) {
+    return LaunchAllGatherAttention80(params, arrays, senders, site, device, view, stream, error);
+  }
   const int width = WidthFor(p.width);
   AllGatherAttentionArgs args{};
   if (!attention::SetMapArgs(AttentionPass::kForward, width, p, arrays, &args, error)) return false;
+  SetGatherArgs(params, senders, site, device, view, &args);
   const int32_t block = BlocksOf(AttentionPass::kForward, width).keys;
-  args.padded_keys = static_cast<int32_t>(params.PaddedKeys());
-  args.key_blocks = args.padded_keys / block;
-  args.key_blocks_of_rank = args.key_blocks / params.world;
-  args.state = device.state;
-  args.view = view;
-  args.signature = SignatureBuilder().Add(params.Signature()).Add(site).Get();
-  args.op = static_cast<uint32_t>(kAllGatherAttentionId);
-  args.layout = CudaLayoutOf(params);
-  args.workspace = args.layout.Workspace();
-  args.senders = senders;
   const int64_t sequences = args.layout.SequenceOf(params.world - 1, 0, 0);
   for (int half = 0; half < 2; ++half) {
     if (!EncodeTensorMap(&args.workspace_maps[half], p.dtype,

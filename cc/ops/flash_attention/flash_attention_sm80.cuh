@@ -9,7 +9,8 @@
 //   cp.async of part i + 1
 //   scores, softmax, sums of part i
 //
-// Keys is where a kernel finds keys and values: OwnKeys80 here; all_gather_attention has its own.
+// Work is which items a CTA has, and where they find keys and values: OwnItems80 and OwnKeys80
+// here; all_gather_attention has its own.
 #ifndef JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_SM80_CUH_
 #define JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_SM80_CUH_
 
@@ -110,6 +111,21 @@ class OwnKeys80 {
   Parts80<Shape> parts_;
 };
 
+// A CTA's items, in NextItem's order.
+template <typename Shape>
+struct OwnItems80 {
+  const Args& args;
+
+  // The item after `last`; the first after -1. All threads.
+  __device__ __forceinline__ int32_t Next(int32_t last) {
+    return last < 0 ? static_cast<int32_t>(blockIdx.x) : NextItem(last);
+  }
+  // The source of an item's keys.
+  __device__ __forceinline__ OwnKeys80<Shape> KeysOf(const Item& item) {
+    return OwnKeys80<Shape>(args, item);
+  }
+};
+
 template <typename Shape, typename Keys>
 __device__ __forceinline__ void CopyPart80(const Args& args, const ForwardSmem80<Shape>& smem,
                                            int stage, const Keys& keys, int32_t batch) {
@@ -120,19 +136,19 @@ __device__ __forceinline__ void CopyPart80(const Args& args, const ForwardSmem80
   CopyRows80<kRows, kWidth, kThreads>(smem.V(stage), keys.V(), keys.First(), args.width);
 }
 
-// All threads. Keys(item) makes the source of an item's keys.
-template <typename Shape, typename MakeKeys>
+// All threads.
+template <typename Shape, typename Work>
 __device__ __forceinline__ void RunForward80(const Args& args, const ForwardSmem80<Shape>& smem,
-                                             MakeKeys&& make_keys) {
+                                             Work& work) {
   using T = typename Shape::T;
   constexpr int kWidth = Shape::kWidth, kStageKeys = Shape::kStageKeys;
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
   const int row = 16 * warp + threadIdx.x % 32 / 4;
   const uint32_t q_rows = smem.Q() + warp * kSlabBytes80;
 
-  for (int32_t number = blockIdx.x; number < args.items; number = NextItem(number)) {
+  for (int32_t number = work.Next(-1); number < args.items; number = work.Next(number)) {
     const Item item = Item::OfQueries(args, number);
-    auto keys = make_keys(item);
+    auto keys = work.KeysOf(item);
     BlockKind next = keys.Next();
     if (warp == 0 && next != BlockKind::kEnd) keys.Await();
     __syncthreads();  // nobody reads the last item's stages any more
@@ -199,9 +215,10 @@ __device__ __forceinline__ void RunForward80(const Args& args, const ForwardSmem
 template <typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     ForwardKernel80(const __grid_constant__ Args args) {
-  JFLUX_DYNAMIC_SHARED(uint8_t, 1024, storage);
+  JFLUX_DYNAMIC_SHARED(uint8_t, 128, storage);
   const ForwardSmem80<Shape> smem{ptx::SmemAddress(storage)};
-  RunForward80<Shape>(args, smem, [&](const Item& item) { return OwnKeys80<Shape>(args, item); });
+  OwnItems80<Shape> work{args};
+  RunForward80<Shape>(args, smem, work);
 }
 
 }  // namespace jflux::attention

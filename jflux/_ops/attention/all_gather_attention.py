@@ -20,7 +20,7 @@ from jax import lax
 from jax.interpreters import ad
 
 from ... import _config, _native
-from ..._call import derivatives, forms, plans
+from ..._call import derivatives, forms, gpu_code, plans
 from ..._call.forms import Call, Op, ShapeDtype, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
 from ..._call.primitives import make_primitive
@@ -60,8 +60,9 @@ def takes(axis_name: AxisName | None, ranks: int, segments: jax.Array | None) ->
 
 def beats_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores) -> bool:
     """Whether the kernel's forward pass takes less time than cuDNN's parts, which it does with a
-    causal mask. Without a mask both take as long (docs/experiments/0047)."""
-    if not scores.causal or meshes.platform() != "gpu":
+    causal mask. Without a mask both take as long (docs/experiments/0047). Portable code has not
+    been timed beside cuDNN."""
+    if not scores.causal or meshes.platform() != "gpu" or gpu_code.runs_portable():
         return False
     return flash_attention.plan(q, k, v, scores).path == plans.Path.FUSED
 

@@ -1,4 +1,4 @@
-// The kernel of all_gather_attention in the simulator, on two to eight ranks, against sums in
+// The kernels of all_gather_attention in the simulator, on two to eight ranks, against sums in
 // double: late ranks, several calls one after the other, waits that are left out.
 #include "ops/all_gather_attention/all_gather_attention.h"
 
@@ -18,8 +18,10 @@ constexpr DType kBF16 = DType::kBF16, kF16 = DType::kF16;
 
 class DeviceCall : public AllGatherAttentionCall {
  public:
-  DeviceCall(const AttentionCase& c, int32_t senders, uint32_t seed)
-      : AllGatherAttentionCall(c, kLogKeyChunk, seed), senders_(senders) {}
+  DeviceCall(const AttentionCase& c, bool portable, int32_t senders, uint32_t seed)
+      : AllGatherAttentionCall(c, kLogKeyChunk, seed), senders_(senders) {
+    params_.attention.portable = portable;
+  }
   bool Launch(const CudaDevice& device, const SymmetricView& view, std::string* error) {
     return LoadAllGatherAttentionKernels(error) &&
            LaunchAllGatherAttention(params_, ArraysOf(view.rank), senders_, /*site=*/0, device,
@@ -30,14 +32,20 @@ class DeviceCall : public AllGatherAttentionCall {
   const int32_t senders_;
 };
 
-int64_t Run(const AttentionCase& c, int32_t senders, const TestHooks& hooks, uint32_t seed,
-            uint32_t count = 3) {
+// How many results are wrong of Hopper's kernel, or of the portable one.
+int64_t RunOne(const AttentionCase& c, bool portable, int32_t senders, const TestHooks& hooks,
+               uint32_t seed, uint32_t count) {
   std::vector<std::unique_ptr<DeviceCall>> calls;
   for (uint32_t i = 0; i < count; ++i) {
-    calls.push_back(std::make_unique<DeviceCall>(c, senders, count * seed + i));
+    calls.push_back(std::make_unique<DeviceCall>(c, portable, senders, count * seed + i));
   }
   simt::DeviceHeap heap(c.world, calls[0]->Workspace(), hooks);
   return simt::WrongOnDevices(heap, c.world, calls, seed);
+}
+
+int64_t Run(const AttentionCase& c, int32_t senders, const TestHooks& hooks, uint32_t seed,
+            uint32_t count = 3) {
+  return RunOne(c, /*portable=*/false, senders, hooks, seed, count);
 }
 
 AttentionCase With(AttentionCase c, Placed placed, DType dtype) {
@@ -95,6 +103,21 @@ TEST(GathersAnything) {
   }
 }
 
+// Fewer calls: mma.sync is an event of all lanes.
+TEST(GathersInPortableCode) {
+  simt::SetSmCount(3);
+  const AttentionCase cases[] = {
+      kCases[0], kCases[1], kCases[4],
+      With({2, 1, 60, 130, 4, 2, 72, -100, 20, 0, 5.0}, Placed::kStriped, kF16)};
+  uint32_t seed = 1;
+  for (const AttentionCase& c : cases) {
+    for (int schedule = 0; schedule < simt::Schedules(1); ++schedule, ++seed) {
+      EXPECT_EQ(RunOne(c, true, 1 + seed % 3, seed % 2 == 0 ? kLate : kInTime, seed, 2), 0)
+          << "case " << &c - cases << ", seed " << seed;
+    }
+  }
+}
+
 // In order, a causal mask needs nothing of later ranks. Still no rank may run ahead: it would
 // overwrite what a late peer has yet to read.
 TEST(RanksWaitForPeersThatTheyDoNotNeed) {
@@ -102,15 +125,18 @@ TEST(RanksWaitForPeersThatTheyDoNotNeed) {
   const AttentionCase c =
       With({2, 1, 40, 40, 1, 1, 64, -kAny, kNoFurther}, Placed::kInOrder, kBF16);
   for (uint32_t seed = 1; seed <= 4; ++seed) {
-    EXPECT_EQ(Run(c, 1, TestHooks{0, /*max_delay_us=*/1000}, seed, /*count=*/8), 0)
-        << "seed " << seed;
+    const TestHooks hooks{0, /*max_delay_us=*/1000};
+    EXPECT_EQ(Run(c, 1, hooks, seed, /*count=*/8), 0) << "seed " << seed;
+    if (seed == 1) EXPECT_EQ(RunOne(c, true, 1, hooks, seed, /*count=*/6), 0);
   }
 }
 
 // Each call's data are others, and the workspace is not a number before the first.
 TEST(MissingWaitsAreFound) {
   simt::SetSmCount(2);
-  EXPECT(Run(kCases[1], 1, TestHooks{1, /*max_delay_us=*/30}, 4) > 0);
+  for (const bool portable : {false, true}) {
+    EXPECT(RunOne(kCases[1], portable, 1, TestHooks{1, /*max_delay_us=*/30}, 4, 2) > 0);
+  }
 }
 
 }  // namespace
