@@ -130,20 +130,19 @@ __device__ __forceinline__ int2 LoadPair(uint32_t smem) {
   return make_int2(static_cast<int32_t>(both), static_cast<int32_t>(both >> 32));
 }
 
-// Gives the accumulators of pairs without a score `value`. `rows` and `columns`: the positions, and
-// behind them the segments, of the item's own block of kRows and of the block that it meets; `row`:
-// the thread's first one in its own block. kRowsAreKeys: the item's own block is one of keys.
-template <bool kRowsAreKeys, int kRows, int kCount>
-__device__ __forceinline__ void MaskPairs(const Args& args, float (&s)[kCount], uint32_t rows,
-                                          int row, uint32_t columns, float value) {
+// Positions and segments of a thread's two rows.
+struct RowNumbers {
+  int32_t position[2], segment[2];
+};
+
+// Gives the accumulators of pairs without a score `value`. `columns`: the positions, and behind
+// them the segments, of the block that the item meets. kRowsAreKeys: the item's own block is one of
+// keys.
+template <bool kRowsAreKeys, int kCount>
+__device__ __forceinline__ void MaskPairs(const Args& args, float (&s)[kCount],
+                                          const RowNumbers& row, uint32_t columns, float value) {
   constexpr int kColumns = 2 * kCount;
   const bool by_segment = args.arrays.q_segments != nullptr;
-  int32_t row_position[2], row_segment[2] = {0, 0};
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    row_position[h] = ptx::LoadShared4(rows + 4 * (row + 8 * h));
-    if (by_segment) row_segment[h] = ptx::LoadShared4(rows + 4 * (kRows + row + 8 * h));
-  }
 #pragma unroll
   for (int j = 0; j < kCount / 4; ++j) {
     const uint32_t at = columns + 4 * (8 * j + threadIdx.x % 4 * 2);
@@ -152,16 +151,31 @@ __device__ __forceinline__ void MaskPairs(const Args& args, float (&s)[kCount], 
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int32_t of_column = i % 2 == 0 ? position.x : position.y;
-      const int32_t of_row = row_position[i / 2];
+      const int32_t of_row = row.position[i / 2];
       const int32_t key = kRowsAreKeys ? of_row : of_column;
       const int32_t query = kRowsAreKeys ? of_column : of_row;
       // Unsigned, so that it may wrap: kNowhere is out of the span either way.
       const uint32_t distance = static_cast<uint32_t>(key) - static_cast<uint32_t>(query) -
                                 static_cast<uint32_t>(args.low);
       const int32_t other = i % 2 == 0 ? segment.x : segment.y;
-      if (distance > args.span || other != row_segment[i / 2]) s[4 * j + i] = value;
+      if (distance > args.span || other != row.segment[i / 2]) s[4 * j + i] = value;
     }
   }
+}
+
+// The same of rows whose numbers are in shared memory, as `columns` are. `rows`: those of the
+// item's own block of kRows; `row`: the thread's first one there.
+template <bool kRowsAreKeys, int kRows, int kCount>
+__device__ __forceinline__ void MaskPairs(const Args& args, float (&s)[kCount], uint32_t rows,
+                                          int row, uint32_t columns, float value) {
+  const bool by_segment = args.arrays.q_segments != nullptr;
+  RowNumbers own{{0, 0}, {0, 0}};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    own.position[h] = ptx::LoadShared4(rows + 4 * (row + 8 * h));
+    if (by_segment) own.segment[h] = ptx::LoadShared4(rows + 4 * (kRows + row + 8 * h));
+  }
+  MaskPairs<kRowsAreKeys>(args, s, own, columns, value);
 }
 
 }  // namespace jflux::attention
