@@ -30,7 +30,8 @@ bool LaunchAllGatherAttention80(const AllGatherAttentionParams& params,
     return false;
   }
   SetGatherArgs(params, senders, site, device, view, &args);
-  return attention::LaunchInstance<Kernels>(p, &args, device.sm_count, stream, error);
+  return attention::LaunchInstance<Kernels>(p, &args, device.sm_count, device.sm_count, stream,
+                                            error);
 }
 
 }  // namespace jflux

@@ -46,7 +46,8 @@ bool LaunchAllGatherAttention(const AllGatherAttentionParams& params,
     }
   }
   // All CTAs are of use: they send.
-  return attention::LaunchInstance<Kernels>(p, &args, device.sm_count, stream, error);
+  return attention::LaunchInstance<Kernels>(p, &args, device.sm_count, device.sm_count, stream,
+                                            error);
 }
 
 }  // namespace jflux

@@ -127,6 +127,10 @@ bool LaunchFlashAttentionBackward(const FlashAttentionParams& params,
 bool LaunchFlashAttention80(const FlashAttentionParams& params, const FlashAttentionArrays& arrays,
                             cudaStream_t stream, std::string* error);
 bool LoadFlashAttentionKernels80(std::string* error);
+bool LaunchFlashAttentionBackward80(const FlashAttentionParams& params,
+                                    const FlashAttentionArrays& arrays, cudaStream_t stream,
+                                    std::string* error);
+bool LoadFlashAttentionBackwardKernels80(std::string* error);
 
 // Loads the kernels of both on the current device.
 bool LoadFlashAttentionKernels(std::string* error);

@@ -58,6 +58,7 @@ inline bool SetArgs(AttentionPass pass, int width, const FlashAttentionParams& p
 struct Instance {
   const void* kernel;
   int threads, smem_bytes;
+  int ctas_per_sm = 1;
 };
 
 // Calls visit(width, softcap, Instance) for the kernels of a type, until it returns true.
@@ -87,15 +88,15 @@ bool Load(std::string* error) {
                     [&](DType dtype) { return !ForInstancesOf<Kernels>(dtype, fails); });
 }
 
-// `args`: of Kernels.
+// `args`: of Kernels. `most`: CTAs that are of use.
 template <typename Kernels>
-bool LaunchInstance(const FlashAttentionParams& p, void* args, int ctas, cudaStream_t stream,
-                    std::string* error) {
+bool LaunchInstance(const FlashAttentionParams& p, void* args, int most, int sm_count,
+                    cudaStream_t stream, std::string* error) {
   bool launched = false;
   ForInstancesOf<Kernels>(p.dtype, [&](int width, bool softcap, const Instance& instance) {
     if (width != WidthFor(p.width) || softcap != (p.softcap != 0)) return false;
-    launched = LaunchKernel(instance.kernel, args, ctas, 1, instance.threads, instance.smem_bytes,
-                            stream, error);
+    launched = LaunchKernel(instance.kernel, args, Min(most, instance.ctas_per_sm * sm_count), 1,
+                            instance.threads, instance.smem_bytes, stream, error);
     return true;
   });
   return launched;
@@ -118,7 +119,7 @@ bool Launch(const FlashAttentionParams& p, const FlashAttentionArrays& arrays, c
                       error);
   typename Kernels::Args args{};
   return Kernels::SetArgs(width, p, arrays, &args, error) &&
-         LaunchInstance<Kernels>(p, &args, Min(args.items, sm_count), stream, error);
+         LaunchInstance<Kernels>(p, &args, args.items, sm_count, stream, error);
 }
 
 }  // namespace jflux::attention

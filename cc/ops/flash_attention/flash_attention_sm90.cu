@@ -51,7 +51,10 @@ bool LoadBackward(std::string* error) {
 
 bool LoadFlashAttentionKernels(std::string* error) {
   const auto hopper = [](std::string* e) { return LoadForward(e) && LoadBackward(e); };
-  return LoadBothLoops(hopper, LoadFlashAttentionKernels80, error);
+  const auto portable = [](std::string* e) {
+    return LoadFlashAttentionKernels80(e) && LoadFlashAttentionBackwardKernels80(e);
+  };
+  return LoadBothLoops(hopper, portable, error);
 }
 
 bool LaunchFlashAttention(const FlashAttentionParams& p, const FlashAttentionArrays& arrays,
@@ -62,10 +65,7 @@ bool LaunchFlashAttention(const FlashAttentionParams& p, const FlashAttentionArr
 
 bool LaunchFlashAttentionBackward(const FlashAttentionParams& p, const FlashAttentionArrays& arrays,
                                   cudaStream_t stream, std::string* error) {
-  if (p.portable) {
-    *error = "the backward pass has no portable kernel";
-    return false;
-  }
+  if (p.portable) return LaunchFlashAttentionBackward80(p, arrays, stream, error);
   return LoadOnce(LoadBackward, error) && attention::Launch<Dkv>(p, arrays, stream, error) &&
          attention::Launch<Dq>(p, arrays, stream, error);
 }
