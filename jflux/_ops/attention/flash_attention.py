@@ -157,10 +157,6 @@ def why_not(arrays: Arrays, params: Any, platform: str) -> str | None:
     return None
 
 
-def _why_not_backward(arrays: Arrays, params: Any, platform: str) -> str | None:
-    return "the backward pass has no portable kernel"
-
-
 def differences(scores: Scores) -> tuple[int, int]:
     """(least, most) that a key's position may be above its query's."""
     left, right = (_FURTHEST, _FURTHEST) if scores.window is None else scores.window
@@ -319,11 +315,10 @@ def _batch(primitive: Primitive, operands: Any, dims: Any, *, params: Params) ->
     return [a.reshape(size, -1, *a.shape[1:]) for a in results], [0] * len(results)
 
 
-def _op(name: str, prepare: Any, why_not_portable: Any, **others: Any) -> Op:
+def _op(name: str, prepare: Any, **others: Any) -> Op:
     form = local_ops.kernel(
         name,
         why_not=why_not,
-        why_not_portable=why_not_portable,
         attributes=lambda arrays, params, plan: attributes(params),
         checked_on_gpus=True,
         on_cpus=False,
@@ -334,13 +329,11 @@ def _op(name: str, prepare: Any, why_not_portable: Any, **others: Any) -> Op:
 
 
 _FORWARD = _op(
-    OP, _prepare_forward, local_ops.takes_all,
-    result_shapes=_forward_shapes, reference=_forward_reference,
+    OP, _prepare_forward, result_shapes=_forward_shapes, reference=_forward_reference,
     flops=lambda arrays, params: _blockwise.pairs_flops(arrays[0], arrays[1].shape[1]),
 )  # fmt: skip
 _BACKWARD = _op(
-    BACKWARD, _prepare_backward, _why_not_backward,
-    result_shapes=_backward_shapes, reference=_backward_reference,
+    BACKWARD, _prepare_backward, result_shapes=_backward_shapes, reference=_backward_reference,
     flops=lambda arrays, params: _blockwise.pairs_flops(
         arrays[0], arrays[1].shape[1], _blockwise.BACKWARD_PRODUCTS
     ),
