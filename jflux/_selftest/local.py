@@ -175,6 +175,49 @@ def _check_decoded(
     testing.assert_close(found, exact, 2 * size + 0.03, dtype, width)
 
 
+def attention(rng: np.random.Generator) -> None:
+    dtype, width = HALVES[rng.integers(2)], int(rng.choice([64, 128, 256]))
+    groups, shared = int(rng.choice([1, 2])), int(rng.choice([1, 3]))
+    batch, positions = int(rng.integers(1, 3)), int(rng.choice([1, 129, 400]))
+    scale, cap = 1 / np.sqrt(width), 3.0  # cuDNN takes no softcap
+    rows, heads = (batch, positions), groups * shared
+    q, do = (rng.standard_normal((*rows, heads, width)).astype(dtype) for _ in "qo")
+    k, v = (rng.standard_normal((*rows, groups, width)).astype(dtype) for _ in "kv")
+
+    def both(q: Any, k: Any, v: Any, do: Any) -> Any:
+        attend = functools.partial(
+            jflux.attention, causal=True, softcap=cap, layout="contiguous", scale=scale
+        )
+        o, pull = jax.vjp(attend, q, k, v)
+        return o, *pull(do)
+
+    found = _run("flash_attention flash_attention_backward", both, q, k, v, do)
+    q, do, k, v = (a.astype(np.float64).swapaxes(1, 2) for a in (q, do, k, v))
+    k, v = (np.repeat(a, shared, 1) for a in (k, v))
+    bent = np.tanh(q @ k.mT * scale / cap)
+    p = np.where(np.tri(positions, dtype=bool), np.exp(cap * bent), 0)
+    p /= p.sum(-1, keepdims=True)
+    o, dp = p @ v, do @ v.mT
+    delta, slope = (o * do).sum(-1, keepdims=True), p * scale * (1 - bent**2)
+    # What is rounded before it is multiplied: p, its gradients, and o in delta.
+    sizes = slope * (np.abs(dp - delta) + (np.abs(o) * np.abs(do)).sum(-1, keepdims=True) / 4)
+    ds = slope * (dp - delta)
+    exact = o, ds @ k, ds.mT @ q, p.mT @ do
+    size = p @ np.abs(v), sizes @ np.abs(k), sizes.mT @ np.abs(q), p.mT @ np.abs(do)
+    for name, y, right, scale_of, of_keys in zip(
+        ("o", "dq", "dk", "dv"), found, exact, size, (False, False, True, True), strict=True
+    ):
+        if of_keys:
+            right, scale_of = (
+                a.reshape(batch, groups, shared, positions, width).sum(2) for a in (right, scale_of)
+            )
+        right, scale_of = (a.swapaxes(1, 2) for a in (right, scale_of))
+        try:
+            testing.assert_close(y, right, 2 * scale_of + 0.03, dtype, positions)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+
+
 def grouped(rng: np.random.Generator) -> None:
     dtype, groups = HALVES[rng.integers(2)], int(rng.choice([1, 3, 8]))
     sizes = rng.integers(0, 300, groups).astype(np.int32)
@@ -242,7 +285,7 @@ def scaled(rng: np.random.Generator) -> None:
     testing.assert_close(of_groups, times * exact, times * size, y.dtype, k)
 
 
-KINDS = (route, rows, gate, decode, decode_latent, grouped, scaled)
+KINDS = (route, rows, gate, decode, decode_latent, attention, grouped, scaled)
 
 
 def check(seed: int, calls: int = CALLS) -> int:
