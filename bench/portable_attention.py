@@ -151,9 +151,7 @@ TABLE = command.Table(
 
 
 def main() -> int:
-    options = command.parser(__doc__)
-    options.set_defaults(ranks=1)
-    args = options.parse_args()
+    args = command.parser(__doc__, ranks=1).parse_args()
     jflux.config.update(strict=True)
     mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
     try:
