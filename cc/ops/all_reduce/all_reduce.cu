@@ -4,7 +4,7 @@
 #include "gpu/cluster.cuh"
 #include "gpu/cluster_team.cuh"
 #include "gpu/packet_call.cuh"
-#include "gpu/quantize.cuh"
+#include "gpu/wire.cuh"
 #include "jflux/kernel.cuh"
 #include "ops/all_reduce/all_reduce.h"
 #include "ops/all_reduce/all_reduce_body.h"
@@ -43,58 +43,11 @@ __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
   shmem::end_call(args.call, ctx, ok);
 }
 
-// Eight lanes share a block of a quantised wire. The bits are those of core/quantize.h.
-template <DType kValues>
-struct EightLanes {
-  static constexpr int kLanes = 8, kInFlight = 2;
-  static __device__ int lane() { return static_cast<int>(threadIdx.x % kLanes); }
-  static __device__ uint32_t Max(uint32_t magnitude) {
-    const uint32_t lanes = 0xffu << (threadIdx.x % 32 / kLanes * kLanes);
-#pragma unroll
-    for (int step = 1; step < kLanes; step *= 2) {
-      magnitude = quantize::MaxWord(magnitude, __shfl_xor_sync(lanes, magnitude, step));
-    }
-    return magnitude;
-  }
-  template <bool kIsHalf, int kCount>
-  static __device__ float Quantize(const float (&x)[kCount], uint32_t magnitude, DType,
-                                   uint32_t (&words)[kCount / 4]) {
-    const auto by = quantize::ScaleOf<kValues>(magnitude, /*power_of_two=*/false, nullptr);
-    const auto round = [&](auto usual) {
-      const auto pair = [&](int i) {
-        constexpr int kCorrections = kIsHalf ? 1 : 2;
-        return quantize::Rounded<kValues>(quantize::Ratio<usual, kCorrections>(x[i], by),
-                                          quantize::Ratio<usual, kCorrections>(x[i + 1], by));
-      };
-#pragma unroll
-      for (int i = 0; i < kCount; i += 4) words[i / 4] = pair(i) | pair(i + 2) << 16;
-    };
-    if (by.IsUsual(magnitude)) {
-      round(std::true_type{});
-    } else {
-      round(std::false_type{});
-    }
-    return by.scale;
-  }
-  // Products are not joined with additions.
-  template <int kCount>
-  static __device__ void Dequantize(const uint32_t (&words)[kCount / 4], float scale, DType,
-                                    float (&x)[kCount]) {
-#pragma unroll
-    for (int i = 0; i < kCount; i += 2) {
-      const float2 v =
-          quantize::FloatsOf<kValues>(static_cast<uint16_t>(words[i / 4] >> i % 4 * 8));
-      x[i] = __fmul_rn(v.x, scale);
-      x[i + 1] = __fmul_rn(v.y, scale);
-    }
-  }
-};
-
 template <typename T, DType kValues>
 __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
     AllReduceWireKernel(const __grid_constant__ ChunkedArgs args) {
   const shmem::Context ctx = shmem::begin_call(args.call);
-  const bool ok = WireBody<T, EightLanes<kValues>>{args.params, args.arrays, ctx}.Run();
+  const bool ok = WireBody<T, quantize::EightLanes<kValues>>{args.params, args.arrays, ctx}.Run();
   shmem::end_call(args.call, ctx, ok);
 }
 

@@ -1,8 +1,7 @@
 // The CPU back end of all_reduce: one thread runs a rank's part.
-#include <cstring>
 #include <vector>
 
-#include "core/quantize.h"
+#include "core/wire.h"
 #include "ops/all_reduce/all_reduce_body.h"
 #include "ops/all_reduce/butterfly_body.h"
 #include "ops/all_reduce/norm_body.h"
@@ -22,33 +21,6 @@ struct OneThread {
   }
   uint32_t Max(uint32_t v) const { return v; }
   uint32_t MaxOfLanes(uint32_t v) const { return v; }
-};
-
-// A thread has all of a block.
-struct OneLane {
-  static constexpr int kLanes = 1, kInFlight = 1;
-  static int lane() { return 0; }
-  static uint32_t Max(uint32_t magnitude) { return magnitude; }
-  template <bool kIsHalf, int kCount>
-  static float Quantize(const float (&x)[kCount], uint32_t magnitude, DType values,
-                        uint32_t (&words)[kCount / 4]) {
-    const float scale = ScaleOfBlock(magnitude, values, /*power_of_two=*/false);
-    uint8_t bits[kCount];
-    for (int i = 0; i < kCount; ++i) bits[i] = QuantizedValue(x[i], scale, values);
-    std::memcpy(words, bits, kCount);
-    return scale;
-  }
-  template <int kCount>
-  static void Dequantize(const uint32_t (&words)[kCount / 4], float scale, DType values,
-                         float (&x)[kCount]) {
-    uint8_t bits[kCount];
-    std::memcpy(bits, words, kCount);
-    for (int i = 0; i < kCount; ++i) {
-      // Not joined with an addition, on any CPU.
-      const volatile float product = FloatOfValue(bits[i], values) * scale;
-      x[i] = product;
-    }
-  }
 };
 
 template <typename T, bool kQuantizes>

@@ -12,8 +12,7 @@
 // with the rank's own data in place of sums.
 //
 // A team of lanes of a warp takes consecutive blocks of 128 elements, of which each lane has
-// consecutive elements. Codec is how: the lanes of a team, how many blocks they have in flight, the
-// largest magnitude of a block, and values from floats and back (all_reduce.cu, all_reduce_cpu.cc).
+// consecutive elements, as Codec says (core/wire.h).
 #ifndef JFLUX_OPS_ALL_REDUCE_WIRE_BODY_H_
 #define JFLUX_OPS_ALL_REDUCE_WIRE_BODY_H_
 
@@ -21,7 +20,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "core/numbers.h"
+#include "core/wire.h"
 #include "jflux/shmem.h"
 #include "ops/all_reduce/all_reduce.h"
 #include "ops/all_reduce/all_reduce_body.h"
@@ -186,14 +185,8 @@ struct WireBody {
   // kOf16Bits: x are such numbers.
   template <bool kOf16Bits>
   JFLUX_HD Values Quantized(const Floats& x) const {
-    uint32_t magnitude = 0;
-    JFLUX_UNROLL
-    for (int i = 0; i < kCount; ++i) {
-      const uint32_t bits = BitsOfFloat(x.value[i]) & 0x7fffffff;
-      magnitude = bits > magnitude ? bits : magnitude;
-    }
     Values v;
-    v.scale = Codec::template Quantize<kOf16Bits>(x.value, Codec::Max(magnitude), p.wire, v.words);
+    v.scale = QuantizeForWire<Codec, kOf16Bits>(x.value, p.wire, v.words);
     return v;
   }
   JFLUX_HD Floats Dequantized(const Values& v) const {
