@@ -174,23 +174,25 @@ void Meet(const char* what, uint32_t mask, void* mine, void (*complete)(void* co
   if ((mask & warp->ended) != 0) {
     Fail("%s: lanes %08x of the mask %08x have ended", what, mask & warp->ended, mask);
   }
-  Meeting* meeting = nullptr;
-  for (Meeting& other : warp->meetings) {
-    if ((other.mask & mask) == 0) continue;
-    if (std::strcmp(other.what, what) != 0 || other.mask != mask) {
+  const auto is_this = [&](const Meeting& m) {
+    return m.mask == mask && std::strcmp(m.what, what) == 0;
+  };
+  auto meeting = std::find_if(warp->meetings.begin(), warp->meetings.end(), is_this);
+  const uint32_t arrived = lane | (meeting == warp->meetings.end() ? 0 : meeting->arrived);
+  for (const Meeting& other : warp->meetings) {
+    // Each waits for lanes of the other. (Teams of lanes may end a loop one after the other.)
+    if (!is_this(other) && (other.arrived & mask) != 0 && (arrived & other.mask) != 0) {
       Fail("%s of lanes %08x, while lanes %08x wait in %s of lanes %08x", what, mask, other.arrived,
            other.what, other.mask);
     }
-    meeting = &other;
   }
-  if (meeting == nullptr) {
-    warp->meetings.push_back({what, mask, 0});
-    meeting = &warp->meetings.back();
+  if (meeting == warp->meetings.end()) {
+    meeting = warp->meetings.insert(meeting, {what, mask, 0});
   }
   meeting->arrived |= lane;
   warp->offers[current->lane] = mine;
   if (meeting->arrived != mask) return Block(what, 0, mask);
-  warp->meetings.erase(warp->meetings.begin() + (meeting - warp->meetings.data()));
+  warp->meetings.erase(meeting);
   void* offers[32]{};
   for (int i = 0; i < 32; ++i) {
     if (mask >> i & 1) offers[i] = warp->offers[i];
