@@ -69,11 +69,19 @@ def shard_size(size: int, world: int) -> int:
 # ---- Bytes ---------------------------------------------------------------------------------------
 
 
-def packed(rows: jax.Array, wire: str) -> jax.Array:
-    """Rows [..., n] of numbers as bytes: values of their blocks, and then the blocks' scales."""
+def in_blocks(rows: jax.Array, wire: str) -> Scaled:
+    """Rows [..., n] of numbers as values of their blocks [..., blocks, 128], the last one with
+    zeros behind the row, and scales [..., blocks, 1]."""
     *lead, size = rows.shape
     blocks = jnp.pad(rows, [(0, 0)] * len(lead) + [(0, -size % BLOCK)])
     quantized: Scaled = format_of(wire).quantize(blocks.reshape(*lead, -1, BLOCK))
+    return quantized
+
+
+def packed(rows: jax.Array, wire: str) -> jax.Array:
+    """Rows [..., n] of numbers as bytes: values of their blocks, and then the blocks' scales."""
+    lead = rows.shape[:-1]
+    quantized = in_blocks(rows, wire)
     values = lax.bitcast_convert_type(quantized.values, jnp.uint8).reshape(*lead, -1)
     scales = lax.bitcast_convert_type(quantized.scale, jnp.uint8).reshape(*lead, -1)
     return jnp.concatenate([values, scales], -1)

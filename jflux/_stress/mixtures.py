@@ -11,13 +11,14 @@ from jax import lax
 
 import jflux
 
-from .. import moe
+from .. import moe, testing
 from .._call import gpu_code
 from .._ops import _scaled
 from .._ops.attention import decode_merge
 from .._ranks import meshes
 from . import calls
-from .cases import Case, Data, Output, Place, exchanged_by
+from .cases import FLOATS, Case, Data, Output, Place, exchanged_by
+from .collectives import WIRES, half_step
 
 
 def _choices(rng: np.random.Generator, shape: tuple[int, ...], experts: int) -> np.ndarray:
@@ -32,12 +33,19 @@ def _per_group(place: Place, *arrays: np.ndarray) -> list[np.ndarray]:
     return [exchanged_by(place, lambda xs: [np.concatenate(xs)] * len(xs), a) for a in arrays]
 
 
-def dispatch(rng: random.Random, place: Place) -> Case:
+def quantized_combine(rng: random.Random, place: Place) -> Case:
+    """A dispatch with partial sums, which come back in 8 bits: each rank's is off by half a step of
+    its block."""
+    return dispatch(rng, place, wire=rng.choice(WIRES))
+
+
+def dispatch(rng: random.Random, place: Place, wire: str | None = None) -> Case:
     """Tokens to their experts' ranks, each row times its expert's number, and back."""
     tokens, local = rng.choice([1, 5, 16, 40]), rng.choice([1, 2, 5])
     experts, width = place.world * local, rng.choice([8, 64, 264, 272])
-    k, dtype = rng.randint(1, min(4, experts)), place.draw_type(rng)
-    layout, sums = rng.choice(["expert", "masked"]), rng.random() < 0.7
+    k = rng.randint(1, min(4, experts))
+    dtype = place.draw_type(rng) if wire is None else rng.choice(FLOATS)
+    layout, sums = rng.choice(["expert", "masked"]), wire is not None or rng.random() < 0.7
     rest = rng.choice(["zeros", "undefined"])
     block = rng.choice([None, None, (1, -1), (1, 128)])  # of 8 bits, which hold small integers
     quantize = None if block is None else jflux.Format(jnp.float8_e4m3fn, block)
@@ -56,7 +64,7 @@ def dispatch(rng: random.Random, place: Place) -> Case:
         else:
             of_rows = jnp.repeat(numbers, d.padded_sizes, total_repeat_length=rows.shape[0])
             y = rows * of_rows[:, None]
-        return jflux.moe_combine(y, d.handle, weights=weights, axis_name=name)
+        return jflux.moe_combine(y, d.handle, weights=weights, wire=wire, axis_name=name)
 
     def make(seed: int) -> Data:
         lead, drawn = place.mesh.devices.shape, np.random.default_rng(seed)
@@ -65,16 +73,24 @@ def dispatch(rng: random.Random, place: Place) -> Case:
             x = drawn.integers(-15, 16, x.shape).astype(dtype)
         indices = _choices(drawn, (*lead, tokens, k), experts)
         weights = drawn.random((*lead, tokens, k), np.float32)
-        factors = np.where(indices >= 0, weights * (indices + 1.0), 0).sum(-1)[..., None]
+        of_slots = np.where(indices >= 0, weights * (indices + 1.0), 0)
+        factors = of_slots.sum(-1)[..., None]
         wide = x.astype(np.float64)
         # The rows are rounded when they are multiplied, and so is each rank's sum.
-        want = Output(wide * factors, 2 * abs(wide) * factors, dtype, k)
+        scale = 2 * abs(wide) * factors
+        for rank in range(0 if wire is None else place.world):
+            of_rank = np.where(indices // local == rank, of_slots, 0).sum(-1)[..., None]
+            padding = [(0, 0)] * (x.ndim - 1) + [(0, -width % 128)]
+            blocks = np.pad(abs(wide) * of_rank, padding).reshape(*lead, tokens, -1, 128)
+            bound = half_step(blocks, str(wire)).reshape(*lead, tokens, -1)[..., :width]
+            scale += bound / testing.tolerance(dtype, k)
+        want = Output(wide * factors, scale, dtype, k)
         return (x, indices, weights), [want]
 
     return place.case(
         "moe_dispatch",
         f"moe_dispatch and moe_combine of {tokens} tokens x {width} {np.dtype(dtype).name}, "
-        f"{k} of {experts} experts, {layout}, partial_sums={sums}, rest={rest}, {block=}",
+        f"{k} of {experts} experts, {layout}, partial_sums={sums}, rest={rest}, {block=}, {wire=}",
         body,
         make,
     )

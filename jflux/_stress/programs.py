@@ -152,7 +152,8 @@ def draw_case(rng: random.Random, place: cases.Place, spec: OpSpec | None = None
     kinds += [products.scaled] * 2
     kinds += [products.quantized] * products.quantized_is_checked(place)
     kinds += [mixtures.scaled_groups]
-    kinds += [mixtures.dispatch] * (not place.spans)  # over nodes rows travel by a reference
+    # Over nodes rows travel by a reference.
+    kinds += [mixtures.dispatch, mixtures.quantized_combine] * (not place.spans)
     return rng.choice(kinds)(rng, place)
 
 

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
+#include <optional>
 #include <random>
 #include <utility>
 #include <vector>
@@ -206,8 +208,9 @@ class MoeDispatchCall : public MoeCall {
 
 class MoeCombineCall : public MoeCall {
  public:
+  // `wire`: the format of what travels.
   MoeCombineCall(const MoeDispatchParams& p, DType dtype, bool out_f32, int blocks, int running,
-                 uint32_t seed)
+                 uint32_t seed, std::optional<DType> wire = std::nullopt)
       : MoeCall(p, blocks, running, seed) {
     c_.world = p.world;
     c_.slots = p.slots;
@@ -216,12 +219,17 @@ class MoeCombineCall : public MoeCall {
     c_.out_f32 = out_f32;
     c_.items = p.items;
     columns_ = c_.RowBytes() / SizeOf(dtype);
+    if (wire) c_.SetWire(*wire);
     const ExpectedRows expected(p, choices_);
     for (int rank = 0; rank < p.world; ++rank) {
       Values y(p.rows * columns_);
       for (double& v : y) v = Pick(-2, 2);
+      // Of other sizes in each block.
+      for (size_t i = 0; wire && i < y.size(); ++i) {
+        y[i] *= std::ldexp(1 + Pick(0, 99) / 64.0, static_cast<int>(i / kWireBlock % 7) - 3);
+      }
       y_.emplace_back(dtype, y);
-      values_.push_back(std::move(y));
+      values_.push_back(y_.back().AsValues());
       out_.emplace_back(out_f32 ? DType::kF32 : dtype, p.items.tokens * columns_);
       there_.emplace_back(p.world * p.Choices(), ExpertMarks::kNone);
       weights_there_.emplace_back(p.world * p.Choices(), kMoePoison);
@@ -265,31 +273,29 @@ class MoeCombineCall : public MoeCall {
     ctx.op = static_cast<uint32_t>(kMoeCombineId);
     const MoeCombineArrays arrays = ArraysOf(view.rank);
     return RunBlocks(c_, view, epoch, ctx, [&](const shmem::Context& call, void* scratch) {
-      switch (c_.dtype) {
-        case DType::kF16:
-          return MoeCombineBody<VectorNumbers<F16>>{c_, arrays, call, scratch}.Run();
-        case DType::kBF16:
-          return MoeCombineBody<VectorNumbers<BF16>>{c_, arrays, call, scratch}.Run();
-        default:
-          return MoeCombineBody<VectorNumbers<float>>{c_, arrays, call, scratch}.Run();
-      }
+      return WithFormat<kMoeCombineFormats.operands>(c_.dtype, [&](auto format) {
+        using Numbers = VectorNumbers<Number<format>>;
+        if (c_.wire_blocks != 0) {
+          return MoeCombineBody<Numbers, OneLane>{c_, arrays, call, scratch}.Run();
+        }
+        return MoeCombineBody<Numbers>{c_, arrays, call, scratch}.Run();
+      });
     });
   }
 
   int64_t Wrong() const override {
     int64_t wrong = 0;
     for (int rank = 0; rank < p_.world; ++rank) {
-      Values want(p_.items.tokens * columns_, 0);
-      for (int to = 0; to < p_.world; ++to) {
-        for (int64_t i = 0; i < p_.Choices(); ++i) {
-          const int32_t row = there_[to][rank * p_.Choices() + i];
-          for (int64_t c = 0; row >= 0 && c < columns_; ++c) {
-            want[i / p_.slots * columns_ + c] +=
-                weights_[rank][i] * values_[to][row * columns_ + c];
-          }
-        }
+      std::vector<float> want(p_.items.tokens * columns_, 0);
+      for (int64_t i = 0; i < p_.Choices(); ++i) {
+        const int32_t to = part_[rank][i];
+        if (to < 0) continue;
+        const int64_t token = i / p_.slots;
+        const std::vector<float> sum = SumOf(rank, token, to);
+        for (int64_t c = 0; c < columns_; ++c) want[token * columns_ + c] += sum[c];
       }
-      wrong += out_[rank].Wrong(want);
+      const Array rounded(out_[rank].dtype, Values(want.begin(), want.end()));
+      wrong += out_[rank].Wrong(rounded.AsValues());
     }
     return wrong;
   }
@@ -301,6 +307,30 @@ class MoeCombineCall : public MoeCall {
   }
 
  private:
+  // What rank `to` sends for a token of `rank`.
+  std::vector<float> SumOf(int rank, int64_t token, int to) const {
+    std::vector<float> sum(columns_, 0);
+    for (int32_t j = 0; j < p_.slots; ++j) {
+      const int64_t i = token * p_.slots + j;
+      const int32_t row = there_[to][rank * p_.Choices() + i];
+      for (int64_t c = 0; row >= 0 && c < columns_; ++c) {
+        sum[c] += weights_[rank][i] * static_cast<float>(values_[to][row * columns_ + c]);
+      }
+    }
+    for (int64_t first = 0; c_.wire_blocks != 0 && first < columns_; first += kWireBlock) {
+      const int64_t end = std::min(columns_, first + kWireBlock);
+      uint32_t magnitude = 0;
+      for (int64_t c = first; c < end; ++c) {
+        magnitude = std::max(magnitude, BitsOfFloat(sum[c]) & 0x7fffffff);
+      }
+      const float scale = ScaleOfBlock(magnitude, c_.wire, false);
+      for (int64_t c = first; c < end; ++c) {
+        sum[c] = FloatOfValue(QuantizedValue(sum[c], scale, c_.wire), c_.wire) * scale;
+      }
+    }
+    return sum;
+  }
+
   MoeCombineParams c_{};
   int64_t columns_ = 0;
   std::vector<Array> y_, out_;
@@ -317,7 +347,11 @@ inline std::unique_ptr<MoeCall> RandomMoeCall(const RandomProduct& p, bool combi
                    p.Flip() ? static_cast<int32_t>(p.pick(1, 6)) : -1,
                    static_cast<int32_t>(p.pick(1, 4)), masked, static_cast<int32_t>(p.pick(1, 3)));
   const auto blocks = static_cast<int>(p.pick(1, 3));
-  if (combine) return std::make_unique<MoeCombineCall>(params, p.in, p.Flip(), blocks, 1, p.seed);
+  if (combine) {
+    std::optional<DType> wire;
+    if (p.Flip()) wire = p.Flip() ? DType::kS8 : DType::kF8E4M3FN;
+    return std::make_unique<MoeCombineCall>(params, p.in, p.Flip(), blocks, 1, p.seed, wire);
+  }
   return std::make_unique<MoeDispatchCall>(params, blocks, 1, p.seed);
 }
 

@@ -131,6 +131,19 @@ TEST(FewerPartsTakeLessOfTheHeap) {
   EXPECT(WhyNot(op, none, Machine{132}).find("most_parts") != std::string::npos);
 }
 
+TEST(PlansOfAWire) {
+  const Op& op = *FindOp("moe_combine");
+  Fields call{{"world", 8}, {"tokens", 4096}, {"slots", 8}, {"row_bytes", 14336}, {"rows", 9}};
+  EXPECT_EQ(PlanOf(op, call, Machine{132})["workspace_bytes"],
+            WorkspaceLayout{512 << 20}.TotalBytes());
+  call["wire"] = static_cast<int64_t>(DType::kS8);
+  call["dtype"] = static_cast<int64_t>(DType::kBF16);
+  EXPECT_EQ(PlanOf(op, call, Machine{132})["workspace_bytes"],
+            WorkspaceLayout{256 << 20}.TotalBytes());
+  call["wire"] = static_cast<int64_t>(DType::kF8E5M2);
+  EXPECT(WhyNot(op, call, Machine{132}).find("such a wire") != std::string::npos);
+}
+
 // ---- The bodies ---------------------------------------------------------------------------------
 
 // Calls of both ops, of many sizes, on one workspace.
@@ -195,6 +208,23 @@ TEST(ManyTokens) {
     c.world = 3;
     c.items = p.items;
     ExpectRight(calls, PlainHeap(3, c.Workspace()));
+  }
+}
+
+// Rows of one block and of several, the last one short, with parts that have no block.
+TEST(SumsTravelInAWire) {
+  for (const auto& [vectors, parts] : {std::pair{1, 1}, std::pair{16, 3}, std::pair{75, 2}}) {
+    for (DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+      const auto p = MoeParamsFor(3, 20, 3, 5, vectors, 6, 4, false, parts);
+      std::vector<std::unique_ptr<MoeCall>> calls;
+      for (DType wire : {DType::kF8E4M3FN, DType::kS8}) {
+        for (bool out_f32 : {false, true}) {
+          const auto seed = static_cast<uint32_t>(calls.size()) + 1;
+          calls.push_back(std::make_unique<MoeCombineCall>(p, dtype, out_f32, 4, 2, seed, wire));
+        }
+      }
+      ExpectRight(calls, PlainHeap(3, calls[0]->Workspace()));
+    }
   }
 }
 

@@ -256,8 +256,11 @@ def _sum(rng: random.Random, place: cases.Place) -> Chosen:
 
 def _quantized_sum(rng: random.Random, place: cases.Place) -> Chosen:
     case = rng.choice(
-        [collectives.quantized_sum, collectives.quantized_exchange, products.quantized_scatter]
-    )
+        [
+            collectives.quantized_sum, collectives.quantized_exchange, products.quantized_scatter,
+            mixtures.quantized_combine,
+        ]
+    )  # fmt: skip
     return _chosen(rng, case(rng, place))
 
 

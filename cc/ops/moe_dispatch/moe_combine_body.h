@@ -7,10 +7,10 @@
 //   data     of a rank, by source: an image of its own tokens, one row from each rank
 //   writes   the source, its own places alone. A rank's own sums take the same way
 //   waits    for the sums of the ranks that the own token was sent to. Each sum has a signal, set
-//            by the peer's warp with the same number
+//            by the peer's warp with the same number, which is for the sum's scales too
 //   order    data, barrier of the warp, signal with release
-//   sums     of a rank in the order of slots, in float32, rounded to y's type; of ranks in float32,
-//            in the order in which slots name them first
+//   sums     of a rank in the order of slots, in float32, rounded to y's type, or quantised for a
+//            wire; of ranks in float32, in the order in which slots name them first
 //   reset    never: core/signal.h
 //
 // A rank that has dropped all rows of a token sends zeros for it, since the token's own rank waits
@@ -22,8 +22,11 @@
 #define JFLUX_OPS_MOE_DISPATCH_MOE_COMBINE_BODY_H_
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "core/numbers.h"
+#include "core/wire.h"
 #include "ops/moe_dispatch/moe_dispatch.h"
 
 namespace jflux {
@@ -58,11 +61,18 @@ struct VectorNumbers {
   }
 };
 
-template <typename Numbers>
+// How a combine without a wire has its sums travel.
+struct NoCodec {
+  static constexpr int kLanes = 1;
+};
+
+// Codec: of a wire (core/wire.h), or NoCodec.
+template <typename Numbers, typename Codec = NoCodec>
 struct MoeCombineBody {
   using Warp = shmem::Warp;
   using Vector = shmem::internal::Vector;
   static constexpr int kSize = Numbers::kSize;
+  static constexpr bool kHasWire = !std::is_same_v<Codec, NoCodec>;
   const MoeCombineParams& p;
   const MoeCombineArrays& arrays;
   const shmem::Context& ctx;
@@ -72,10 +82,9 @@ struct MoeCombineBody {
   JFLUX_HD bool Run() const {
     constexpr int kItemsAhead = 4;  // items that a warp sends ahead of the one that it waits for
     const auto [first, step] = WarpShare::Of(ctx, WarpOfBlock(), WarpsOfBlock());
-    for (int i = 0; i < kItemsAhead; ++i) Send(first + i * step);
-    for (int64_t item = first; item < p.items.Items(); item += step) {
+    for (int64_t item = first - kItemsAhead * step; item < p.items.Items(); item += step) {
       Send(item + kItemsAhead * step);
-      if (!Receive(item)) return false;
+      if (item >= first && !Receive(item)) return false;
     }
     return true;
   }
@@ -96,8 +105,8 @@ struct MoeCombineBody {
   JFLUX_HD int32_t* Counts() const { return Kept() + 2 * p.world * p.slots; }
   JFLUX_HD int32_t* Ranks() const { return Counts(); }
   // Where `src` writes its sum for a token, in this rank's memory.
-  JFLUX_HD Vector* ImageOf(int src, int64_t token) const {
-    return ctx.data<Vector>(p.RowOffset(src, token));
+  JFLUX_HD char* ImageOf(int src, int64_t token) const {
+    return ctx.data<char>(p.RowOffset(src, token));
   }
   JFLUX_HD bool IsRow(int32_t row) const { return row >= 0 && row < p.rows; }
 
@@ -143,14 +152,33 @@ struct MoeCombineBody {
   }
 
   JFLUX_HD void SendSum(int src, int64_t token, int32_t part) const {
-    Vector* image = shmem::ptr(ctx, ImageOf(Rank(), token), src);
+    char* image = shmem::ptr(ctx, ImageOf(Rank(), token), src);
     const auto* y = static_cast<const Vector*>(arrays.y);
     const int32_t* rows = RowsOf(src);
     const float* weights = WeightsOf(src);
-    ForSums(
-        part, Counts()[src], [&](int32_t j) { return y + rows[j] * p.items.vectors; },
-        [&](int32_t j) { return weights[j]; },
-        [&](int64_t v, const float (&sum)[kSize]) { image[v] = Numbers::Pack(sum); });
+    const auto row = [&](int32_t j) { return y + rows[j] * p.items.vectors; };
+    if constexpr (kHasWire) {
+      ForBlocks(part, [&](int32_t block) {
+        float sum[kCount] = {};
+        ForLoaded<Max(1, 4 / kLaneVectors)>(
+            Counts()[src], [&](int32_t j) { return LoadVectors(row(j), block); },
+            [&](const Vectors& x, int32_t j) {
+              JFLUX_UNROLL
+              for (int i = 0; i < kLaneVectors; ++i) Add(x.vector[i], weights[j], sum + i * kSize);
+            });
+        Quantised values;
+        values.scale = QuantizeForWire<Codec, false>(sum, p.wire, values.words);
+        StoreValues(image, block, values);
+      });
+    } else {
+      ForVectors(part, [&](int64_t v) {
+        float sum[kSize] = {};
+        ForLoaded<4>(
+            Counts()[src], [&](int32_t j) { return row(j)[v]; },
+            [&](const Vector& x, int32_t j) { Add(x, weights[j], sum); });
+        reinterpret_cast<Vector*>(image)[v] = Numbers::Pack(sum);
+      });
+    }
   }
 
   // Waits for the sums of an item of the own token, and adds them. Called by a warp. False if a
@@ -174,40 +202,67 @@ struct MoeCombineBody {
       }
     }
     Warp::sync();
-    ForSums(
-        p.items.Part(item), count, [&](int32_t j) { return ImageOf(Ranks()[j], token); },
-        [](int32_t) { return 1.0f; },
-        [&](int64_t v, const float (&sum)[kSize]) { Store(token * p.items.vectors + v, sum); });
+    const int32_t part = p.items.Part(item);
+    if constexpr (kHasWire) {
+      ForBlocks(part, [&](int32_t block) {
+        float sum[kCount] = {};
+        ForLoaded<2>(
+            count, [&](int32_t j) { return LoadValues(ImageOf(Ranks()[j], token), block); },
+            [&](const Quantised& values, int32_t) {
+              float x[kCount];
+              Codec::Dequantize(values.words, values.scale, p.wire, x);
+              JFLUX_UNROLL
+              for (int i = 0; i < kCount; ++i) sum[i] += x[i];
+            });
+        JFLUX_UNROLL
+        for (int i = 0; i < kLaneVectors; ++i) {
+          const int64_t v = FirstVector(block) + i;
+          if (v < p.items.vectors) Store(token * p.items.vectors + v, sum + i * kSize);
+        }
+      });
+    } else {
+      ForVectors(part, [&](int64_t v) {
+        float sum[kSize] = {};
+        ForLoaded<4>(
+            count,
+            [&](int32_t j) {
+              return reinterpret_cast<const Vector*>(ImageOf(Ranks()[j], token))[v];
+            },
+            [&](const Vector& x, int32_t) { Add(x, 1.0f, sum); });
+        Store(token * p.items.vectors + v, sum);
+      });
+    }
     Warp::sync();  // Ranks() is written again
     return true;
   }
 
-  // For each vector v of an item: store(v, the sum over j < count of weight(j) * row(j)[v]), in the
-  // order of j.
-  template <typename Row, typename Weight, typename Store>
-  JFLUX_HD void ForSums(int32_t part, int32_t count, Row&& row, Weight&& weight,
-                        Store&& store) const {
-    constexpr int kInFlight = 4;  // rows that are loaded together
+  // visit(v) for each vector v of an item.
+  template <typename Visit>
+  JFLUX_HD void ForVectors(int32_t part, Visit&& visit) const {
     JFLUX_NO_UNROLL
     for (int64_t v = p.items.First(part) + Warp::rank(); v < p.items.First(part + 1);
          v += Warp::size()) {
-      float sum[kSize] = {};
-      JFLUX_NO_UNROLL
-      for (int32_t j0 = 0; j0 < count; j0 += kInFlight) {
-        Vector loaded[kInFlight] = {};
-        JFLUX_UNROLL
-        for (int b = 0; b < kInFlight; ++b) {
-          if (j0 + b < count) loaded[b] = row(j0 + b)[v];
-        }
-        JFLUX_UNROLL
-        for (int b = 0; b < kInFlight; ++b) {
-          if (j0 + b < count) Add(loaded[b], weight(j0 + b), sum);
-        }
-      }
-      store(v, sum);
+      visit(v);
     }
   }
-  static JFLUX_HD void Add(const Vector& vector, float weight, float (&sum)[kSize]) {
+  // add(load(j), j) for each j < count, in the order of j. So many are loaded together.
+  template <int kInFlight, typename Load, typename Add>
+  static JFLUX_HD void ForLoaded(int32_t count, Load&& load, Add&& add) {
+    JFLUX_NO_UNROLL
+    for (int32_t j0 = 0; j0 < count; j0 += kInFlight) {
+      decltype(load(0)) loaded[kInFlight] = {};
+      JFLUX_UNROLL
+      for (int b = 0; b < kInFlight; ++b) {
+        if (j0 + b < count) loaded[b] = load(j0 + b);
+      }
+      JFLUX_UNROLL
+      for (int b = 0; b < kInFlight; ++b) {
+        if (j0 + b < count) add(loaded[b], j0 + b);
+      }
+    }
+  }
+  // To kSize sums.
+  static JFLUX_HD void Add(const Vector& vector, float weight, float* sum) {
     float numbers[kSize];
     Numbers::Unpack(vector, numbers);
     JFLUX_UNROLL
@@ -215,17 +270,69 @@ struct MoeCombineBody {
   }
 
   // Vector `v` of the result.
-  JFLUX_HD void Store(int64_t v, const float (&sum)[kSize]) const {
+  JFLUX_HD void Store(int64_t v, const float* sum) const {
+    float numbers[kSize];
+    JFLUX_UNROLL
+    for (int i = 0; i < kSize; ++i) numbers[i] = sum[i];
     if (!p.out_f32) {
-      static_cast<Vector*>(arrays.out)[v] = Numbers::Pack(sum);
+      static_cast<Vector*>(arrays.out)[v] = Numbers::Pack(numbers);
       return;
     }
     Vector* to = static_cast<Vector*>(arrays.out) + v * (kSize / 4);
     JFLUX_UNROLL
     for (int i = 0; i < kSize / 4; ++i) {
-      to[i] = Vector{{BitsOfFloat(sum[4 * i]), BitsOfFloat(sum[4 * i + 1]),
-                      BitsOfFloat(sum[4 * i + 2]), BitsOfFloat(sum[4 * i + 3])}};
+      to[i] = Vector{{BitsOfFloat(numbers[4 * i]), BitsOfFloat(numbers[4 * i + 1]),
+                      BitsOfFloat(numbers[4 * i + 2]), BitsOfFloat(numbers[4 * i + 3])}};
     }
+  }
+
+  // ---- With a wire ------------------------------------------------------------------------------
+
+  static constexpr int kBlock = static_cast<int>(kWireBlock);
+  static constexpr int kCount = kBlock / Codec::kLanes;  // elements of a lane
+  static constexpr int kLaneVectors = kCount / kSize;
+  struct Vectors {
+    Vector vector[kLaneVectors];
+  };
+  struct Quantised {
+    uint32_t words[kCount / 4];
+    float scale;
+  };
+
+  // visit(block) for each block of an item that the lane's team has.
+  template <typename Visit>
+  JFLUX_HD void ForBlocks(int32_t part, Visit&& visit) const {
+    const int team = Warp::rank() / Codec::kLanes, teams = Max(1, Warp::size() / Codec::kLanes);
+    const int32_t end = p.FirstBlock(part + 1);
+    JFLUX_NO_UNROLL
+    for (int32_t block = p.FirstBlock(part) + team; block < end; block += teams) visit(block);
+  }
+  // The lane's values of a block, of 8 bits, and vectors of the same elements of a row.
+  static JFLUX_HD int64_t ValueOffset(int32_t block) {
+    return int64_t{block} * kBlock + Codec::lane() * kCount;
+  }
+  static JFLUX_HD int64_t FirstVector(int32_t block) { return ValueOffset(block) / kSize; }
+  // Zeros past the row's end.
+  JFLUX_HD Vectors LoadVectors(const Vector* row, int32_t block) const {
+    const int64_t first = FirstVector(block);
+    Vectors x = {};
+    JFLUX_UNROLL
+    for (int i = 0; i < kLaneVectors; ++i) {
+      if (first + i < p.items.vectors) x.vector[i] = row[first + i];
+    }
+    return x;
+  }
+  JFLUX_HD void StoreValues(char* image, int32_t block, const Quantised& values) const {
+    std::memcpy(__builtin_assume_aligned(image + ValueOffset(block), 16), values.words, kCount);
+    if (Codec::lane() == 0) {
+      std::memcpy(__builtin_assume_aligned(image + p.ScaleOffset(block), 4), &values.scale, 4);
+    }
+  }
+  JFLUX_HD Quantised LoadValues(const char* image, int32_t block) const {
+    Quantised values;
+    std::memcpy(values.words, __builtin_assume_aligned(image + ValueOffset(block), 16), kCount);
+    std::memcpy(&values.scale, __builtin_assume_aligned(image + p.ScaleOffset(block), 4), 4);
+    return values;
   }
 };
 

@@ -1,6 +1,7 @@
 // The kernels of moe_dispatch and moe_combine: warps share the items as the *_body.h say.
 #include <cuda_fp16.h>
 
+#include "gpu/wire.cuh"
 #include "jflux/kernel.cuh"
 #include "ops/moe_dispatch/moe_combine_body.h"
 #include "ops/moe_dispatch/moe_dispatch.h"
@@ -54,20 +55,31 @@ struct CombineArgs {
   MoeCombineArrays arrays;
 };
 
-template <typename Numbers>
-__global__ void __launch_bounds__(32 * kMoeCombineWarps, kMoeCombineCtasPerSm)
+template <typename Numbers, typename Codec>
+__global__ void __launch_bounds__(32 * kMoeCombineWarps,
+                                  MoeCombineCtasPerSm(!std::is_same_v<Codec, NoCodec>))
     MoeCombineKernel(const __grid_constant__ CombineArgs args) {
   JFLUX_DYNAMIC_SHARED(int32_t, 4, smem);
   const shmem::Context ctx = shmem::begin_call(args.call);
-  const bool ok = MoeCombineBody<Numbers>{args.params, args.arrays, ctx, smem}.Run();
+  const bool ok = MoeCombineBody<Numbers, Codec>{args.params, args.arrays, ctx, smem}.Run();
   shmem::end_call(args.call, ctx, ok);
 }
 
-const void* CombineKernelOf(DType dtype) {
+// A type's kernels: without a wire, and of float8_e4m3fn and of int8.
+struct CombineKernels {
+  const void *exact, *wire[2];
+};
+
+CombineKernels CombineKernelsOf(DType dtype) {
   return WithFormat<kMoeCombineFormats.operands>(dtype, [](auto format) {
     using T = Number<format>;
     using Numbers = std::conditional_t<std::is_same_v<T, F16>, HalfNumbers, VectorNumbers<T>>;
-    return reinterpret_cast<const void*>(&MoeCombineKernel<Numbers>);
+    const auto of = [](auto codec) {
+      return reinterpret_cast<const void*>(&MoeCombineKernel<Numbers, decltype(codec)>);
+    };
+    return CombineKernels{
+        of(NoCodec{}),
+        {of(quantize::EightLanes<DType::kF8E4M3FN>{}), of(quantize::EightLanes<DType::kS8>{})}};
   });
 }
 
@@ -93,7 +105,11 @@ bool LoadMoeDispatchKernels(std::string* error) {
   const auto* dispatch = reinterpret_cast<const void*>(&MoeDispatchKernel);
   if (!LoadKernel(dispatch, MostMoeDispatchScratch(kHopperArch), error)) return false;
   return ForFormats(kMoeCombineFormats.operands, [&](DType dtype) {
-    return LoadKernel(CombineKernelOf(dtype), kMostMoeCombineScratch, error);
+    const CombineKernels kernels = CombineKernelsOf(dtype);
+    const auto load = [&](const void* kernel) {
+      return LoadKernel(kernel, kMostMoeCombineScratch, error);
+    };
+    return load(kernels.exact) && load(kernels.wire[0]) && load(kernels.wire[1]);
   });
 }
 
@@ -110,10 +126,12 @@ bool LaunchMoeDispatch(const MoeDispatchParams& p, const MoeDispatchArrays& arra
 bool LaunchMoeCombine(const MoeCombineParams& p, const MoeCombineArrays& arrays, int64_t site,
                       const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
                       std::string* error) {
-  const int64_t blocks = BlocksFor(p.items, kMoeCombineCtasPerSm, device);
+  const int64_t blocks = BlocksFor(p.items, MoeCombineCtasPerSm(p.wire_blocks != 0), device);
   CombineArgs args{CallArgsFor(p, kMoeCombineId, site, blocks, device, view), p, arrays};
-  return LaunchKernel(CombineKernelOf(p.dtype), &args, static_cast<int>(blocks), /*ctas=*/1,
-                      32 * kMoeCombineWarps, static_cast<int>(p.ScratchBytes()), stream, error);
+  const CombineKernels kernels = CombineKernelsOf(p.dtype);
+  const void* kernel = p.wire_blocks == 0 ? kernels.exact : kernels.wire[p.wire == DType::kS8];
+  return LaunchKernel(kernel, &args, static_cast<int>(blocks), /*ctas=*/1, 32 * kMoeCombineWarps,
+                      static_cast<int>(p.ScratchBytes()), stream, error);
 }
 
 }  // namespace jflux

@@ -9,7 +9,8 @@
 //              nothing (MoeDispatchParams::fill)
 //              Rows may have scales, which travel with them
 //   combine    out[t] = the sum over ranks of their sums. A rank's sum is that of w * y over the
-//              token's slots there, rounded to y's type
+//              token's slots there, rounded to y's type; with a wire, quantised in blocks of 128
+//              elements, whose scales lie behind the values
 //
 // The bodies that CPU and GPU share: moe_dispatch_body.h and moe_combine_body.h.
 // docs/decisions/0039-tokens-have-places.md. Python: jflux/_ops/experts/_dispatch_primitives.py.
@@ -21,6 +22,7 @@
 
 #include "core/format.h"
 #include "core/platform.h"
+#include "core/quantize.h"
 #include "core/signal.h"
 #include "gpu/machine.h"
 #include "jflux/shmem.h"
@@ -160,10 +162,29 @@ struct MoeCombineParams {
   DType dtype;       // of y
   bool out_f32;      // the result is float32; else of y's type
   TokenParts items;  // rows of y's columns
+  // Sums travel as values of this format and float32 scales.
+  DType wire = DType::kF8E4M3FN;
+  int32_t wire_blocks = 0;  // of a row; 0: sums travel as they are
 
+  void SetWire(DType format) {
+    wire = format;
+    const int64_t columns = RowBytes() / SizeOf<kMoeCombineFormats.operands>(dtype);
+    wire_blocks = static_cast<int32_t>(CeilDiv(columns, kWireBlock));
+  }
   JFLUX_HD int64_t RowBytes() const { return items.vectors * 16; }
+  // What a sum takes in the workspace: of a wire, whole blocks of values, and then their scales.
+  JFLUX_HD int64_t ScaleOffset(int32_t block) const {
+    return wire_blocks * kWireBlock + int64_t{4} * block;
+  }
+  JFLUX_HD int64_t SumBytes() const {
+    return wire_blocks == 0 ? RowBytes() : RoundUp<int64_t>(ScaleOffset(wire_blocks), 16);
+  }
   JFLUX_HD int64_t RowOffset(int src, int64_t token) const {
-    return (src * items.tokens + token) * RowBytes();
+    return (src * items.tokens + token) * SumBytes();
+  }
+  // The blocks of a part of a row: from FirstBlock(part) on, before FirstBlock(part + 1).
+  JFLUX_HD int32_t FirstBlock(int32_t part) const {
+    return static_cast<int32_t>(Quotient(int64_t{wire_blocks} * part, items.parts));
   }
   WorkspaceLayout Workspace() const {
     return shmem::WorkspaceFor(RowOffset(world, 0), items.Signal(world, 0));
@@ -188,6 +209,7 @@ struct MoeCombineParams {
         .Add(items.tokens)
         .Add(items.vectors)
         .Add(items.parts)
+        .Add(wire_blocks == 0 ? -1 : static_cast<int64_t>(wire))
         .Get();
   }
 };
@@ -206,8 +228,9 @@ bool MoeDispatchCpu(const MoeDispatchParams& params, const MoeDispatchArrays& ar
 bool MoeCombineCpu(const MoeCombineParams& params, const MoeCombineArrays& arrays,
                    const SymmetricView& view, uint64_t epoch, const WaitContext& ctx);
 
-// CTAs of an SM.
-inline constexpr int kMoeDispatchCtasPerSm = 1, kMoeCombineCtasPerSm = 4;
+// CTAs of an SM. A wire's have a block's sums in registers.
+inline constexpr int kMoeDispatchCtasPerSm = 1;
+constexpr int MoeCombineCtasPerSm(bool has_wire) { return has_wire ? 3 : 4; }
 // The most that a dispatch's CTA keeps in shared memory, on GPUs that run code for this
 // architecture; 3 KiB are left for what a call's beginning has there.
 inline constexpr int64_t MostMoeDispatchScratch(int32_t arch) {

@@ -22,6 +22,9 @@ bool MoeCombineCpu(const MoeCombineParams& p, const MoeCombineArrays& arrays,
       view, p.Workspace(), epoch, p.Signature(), ctx, [&](const shmem::Context& call) {
         return WithFormat<kMoeCombineFormats.operands>(p.dtype, [&](auto format) {
           using Numbers = VectorNumbers<Number<format>>;
+          if (p.wire_blocks != 0) {
+            return MoeCombineBody<Numbers, OneLane>{p, arrays, call, scratch.data()}.Run();
+          }
           return MoeCombineBody<Numbers>{p, arrays, call, scratch.data()}.Run();
         });
       });

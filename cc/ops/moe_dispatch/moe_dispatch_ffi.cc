@@ -51,15 +51,28 @@ bool PlanMoeDispatch(CallReader& call, const Machine& machine, Fields* plan, std
   return true;
 }
 
-// A further field: rows. Of the plan: parts, workspace_bytes.
+// Whether sums of this type travel in the format of this number.
+bool HasWire(DType dtype, int64_t wire) {
+  return wire >= 0 && wire < kFormatCount && Has(kWireFormats, static_cast<DType>(wire)) &&
+         Has(kMoeCombineFormats.operands, dtype);
+}
+
+// Further fields: rows, and perhaps wire, the format of what travels, and then dtype, y's. Of the
+// plan: parts, workspace_bytes.
 bool PlanMoeCombine(CallReader& call, const Machine& machine, Fields* plan, std::string* why_not) {
   MoeCombineParams p{};
   p.world = static_cast<int32_t>(call.Get("world", 1, kMaxRanks));
   p.slots = static_cast<int32_t>(call.Get("slots", 1, kMostMoeSlots));
   p.rows = static_cast<int32_t>(call.Get("rows", 1, kMost));
-  p.items = ItemsOf(&call, kMoeCombineCtasPerSm * kMoeCombineWarps, machine);
+  const int64_t wire = call.GetOr("wire", -1, -1, kFormatCount - 1);
+  p.items = ItemsOf(&call, MoeCombineCtasPerSm(wire >= 0) * kMoeCombineWarps, machine);
   CheckCounts(&call, p.world, p.slots, p.items);
+  if (wire >= 0) {
+    p.dtype = call.GetFormat("dtype");
+    if (!HasWire(p.dtype, wire)) call.Refuse("no kernel has such a wire");
+  }
   if (!call.Check(why_not)) return false;
+  if (wire >= 0) p.SetWire(static_cast<DType>(wire));
   *plan = Fields{{"parts", p.items.parts}, {"workspace_bytes", p.Workspace().TotalBytes()}};
   return true;
 }
@@ -166,10 +179,11 @@ struct DispatchCall : CallOf<kMoeDispatchId, MoeDispatchCpu, LaunchMoeDispatch> 
 struct CombineAttributes {
   CallAttributes call;
   int64_t parts = 0;
+  int64_t wire = -1;  // number of the format of what travels; -1: y's own
 
   void Read(AttributeReader& read) {
     call.Read(read);
-    read("parts", &parts);
+    read("parts", &parts)("wire", &wire);
   }
 };
 
@@ -202,6 +216,10 @@ struct CombineCall : CallOf<kMoeCombineId, MoeCombineCpu, LaunchMoeCombine> {
     p.dtype = *dtype;
     p.out_f32 = out_f32;
     p.items = *items;
+    if (a.wire != -1) {
+      if (!HasWire(*dtype, a.wire)) return kDoNotFit;
+      p.SetWire(static_cast<DType>(a.wire));
+    }
     arrays = {y.untyped_data(), static_cast<const float*>(weights.untyped_data()),
               static_cast<const int32_t*>(there.untyped_data()),
               static_cast<const int32_t*>(part.untyped_data()), out->untyped_data()};

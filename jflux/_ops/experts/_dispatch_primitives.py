@@ -1,9 +1,10 @@
 """A dispatch and a combine with partial sums, each one kernel. Kernels: cc/ops/moe_dispatch.
 
 ``jflux_moe_dispatch(x, indices, weights[, scale])`` and ``jflux_moe_combine(y, weights, ...)`` are
-each other's transposes in x and y. Rows of 8 bits have scales, which travel with them. A token has
-a fixed place on each rank that it is sent to, so ranks need no counts before rows leave. The
-choices alone say where rows lie: the gradient of a combine is a dispatch with the same choices.
+each other's transposes in x and y. Rows of 8 bits have scales, which travel with them, and the sums
+of a combine may be quantised before they leave (`wire`). A token has a fixed place on each rank
+that it is sent to, so ranks need no counts before rows leave. The choices alone say where rows lie:
+the gradient of a combine is a dispatch with the same choices.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ..._call.forms import AttributesRule, Call, Form, Op, Run, ShapeDtype, WhyN
 from ..._call.plans import Arrays, Machine, Plan
 from ..._call.primitives import make_primitive
 from ..._ranks import meshes
-from .._scaled import Scaled
+from .. import _wire
+from .._scaled import BLOCK, Scaled
 from ..collectives import exchange
 from ..products import _product
 from . import _destinations, moe_rows
@@ -36,6 +38,10 @@ OP, COMBINE = "moe_dispatch", "moe_combine"
 #: 16384 tokens of 14336 bytes need as much on any number of ranks. More tokens have not been timed
 #: (docs/experiments/0054-dispatches-of-many-tokens.md).
 MOST_WORKSPACE_BYTES = (512 << 20) * 33 // 32
+
+#: Whether the kernel of a combine with a wire has run on GPUs, against the reference. Until then
+#: its rows come back in a ragged exchange, unless ``jflux.config.unchecked_kernels``.
+WIRE_CHECKED_ON_GPUS = False
 
 #: Values of `there` for a slot without a row.
 _NONE, _DROPPED = -1, -2
@@ -70,10 +76,18 @@ class Params:
 
 @dataclasses.dataclass(frozen=True)
 class CombineParams:
-    """A combine, less its operands, after a dispatch."""
+    """A combine, less its operands, after a dispatch.
+
+    Attributes:
+      wire: the format that a rank's sums travel in, each by blocks of 128 elements, the rank's own
+        too; None: rounded to y's type.
+      grad_wire: likewise, of the rows and sums of derivatives.
+    """
 
     dispatch: Params
     out_dtype: np.dtype
+    wire: str | None = None
+    grad_wire: str | None = None
     prepared: str | None = None
 
     @property
@@ -111,14 +125,21 @@ class KernelHandle:
     def axis_names(self) -> tuple[Any, ...]:
         return self.params.axis_names
 
-    def combine(self, y: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
+    def combine(
+        self,
+        y: jax.Array,
+        weights: jax.Array | None,
+        dtype: Any,
+        wire: str | None = None,
+        grad_wire: str | None = None,
+    ) -> jax.Array:
         """The weighted sum of each token's rows of y [R, D]: [T, D]. `dtype` is y's type or the
         type in which y is summed. Without weights, the plain sum."""
         if weights is None:
             w = jnp.ones(self.expert_row.shape, np.float32)
         else:
             w = _weights_at_experts(on_first(self.first, weights.astype(np.float32)), self.params)
-        params = CombineParams(self.params, np.dtype(dtype))
+        params = CombineParams(self.params, np.dtype(dtype), wire, grad_wire)
         return _combine(params, y, w, self.indices, self.slot, self.expert_row, self.rank)
 
 
@@ -266,6 +287,8 @@ def _forms(
             if not isinstance(native, WhyNot):
                 rows = fields["world"] * fields["tokens"]
                 words = f"one kernel, with places for {rows} tokens on each rank"
+                wire: str | None = getattr(call.params, "wire", None)
+                words += "" if wire is None else f", sums in {wire}"
                 return plans.fused(words, native)
         return native
 
@@ -276,7 +299,9 @@ def _forms(
         if not isinstance(no_room := takes(call, machine), WhyNot):
             return None
         for calls in (2, 4, 8):
-            if fields["row_bytes"] % (16 * calls) == 0:
+            # A block of a wire has elements of one call only.
+            unit = 16 if "wire" not in fields else BLOCK * dtype.itemsize
+            if fields["row_bytes"] % (unit * calls) == 0:
                 narrow = fields | {"most_parts": 1, "row_bytes": fields["row_bytes"] // calls}
                 if not isinstance(native_plan(narrow, machine, "places"), WhyNot):
                     why = f"{calls} calls of a part of each row, since {no_room.reason}"
@@ -389,6 +414,11 @@ def _combine_fields(call: Call) -> tuple[dict[str, int], Any]:
         "row_bytes": y.shape[1] * y.dtype.itemsize,
         "rows": y.shape[0],
     }
+    if call.params.wire is not None:
+        fields |= {
+            "wire": _native.dtype_number(call.params.wire),
+            "dtype": _native.dtype_number(y.dtype),
+        }
     return fields, y.dtype
 
 
@@ -402,11 +432,20 @@ def _combine_by_all_to_all(
 ) -> list[Any]:
     """A combine in which every rank sends back a row for each token, of zeros if it has none."""
     y, w, _, slot, expert_row, rank = arrays
-    sums = moe_rows.combine(y, w, slot, expert_row)
-    back = exchange.bind("all_to_all", sums, params.axis_names, params.world, 0, 0)
+    wire = params.wire
+    sums = moe_rows.combine(y, w, slot, expert_row, None if wire is None else np.float32)
+    sent = sums if wire is None else _wire.packed(sums, wire)
+    back = exchange.bind("all_to_all", sent, params.axis_names, params.world, 0, 0)
+    if wire is not None:
+        back = _wire.unpacked(back, wire, y.shape[1])
     tokens = rank.shape[0]
     row = jnp.where(rank >= 0, rank * tokens + jnp.arange(tokens)[:, None], -1)
     return [summed(back, row).astype(params.out_dtype)]
+
+
+def _combine_attributes(arrays: Arrays, params: CombineParams, plan: Plan) -> dict[str, Any]:
+    wire = -1 if params.wire is None else _native.dtype_number(params.wire)
+    return {"parts": np.int64(plan.config["parts"]), "wire": np.int64(wire)}
 
 
 _combine_op = Op(
@@ -416,7 +455,7 @@ _combine_op = Op(
     forms=_forms(
         COMBINE,
         _combine_fields,
-        lambda arrays, params, plan: {"parts": np.int64(plan.config["parts"])},
+        _combine_attributes,
         _combine_in_calls,
         forms.decomposed(_combine_by_all_to_all, "an all-to-all of sums"),
     ),
@@ -485,6 +524,7 @@ def _combine_forward(operands: Sequence[Any], params: CombineParams) -> tuple[Se
 def _combine_tangents(kept: Any, tangents: Sequence[Any], params: CombineParams) -> list[Any]:
     y, w, *places = kept
     dy, dw, *_ = tangents
+    params = dataclasses.replace(params, wire=params.grad_wire)
     of_y = None if dy is None else _combine(params, dy, w, *places)
     of_w = None if dw is None else _combine(params, y, dw, *places)
     return [total([of_y, of_w])]
@@ -499,7 +539,14 @@ def _combine_backward(
     zeros = jnp.zeros(indices.shape, np.float32)
     # The cotangent travels in y's type, as in _partial_sums.py.
     ct = ct.astype(y_type.dtype)
-    rows, *_ = _dispatch_primitive.bind(ct, indices, zeros, params=params.dispatch)
+    rows: Any
+    if params.grad_wire is None:
+        rows, *_ = _dispatch_primitive.bind(ct, indices, zeros, params=params.dispatch)
+    else:
+        sent = _wire.in_blocks(ct, params.grad_wire)
+        values, scale = (a.reshape(len(ct), -1) for a in (sent.values, sent.scale))
+        rows, *_ = dispatched(params.dispatch, values, indices, zeros, scale)
+        rows = rows.dequantize()[:, : ct.shape[1]].astype(ct.dtype)
     # Row after row, as if each were a token with one slot. Rows that fill an expert up are read.
     dispatch = params.dispatch
     fill = dispatch.fill or dispatch.alignment > 1 or dispatch.stride > 0

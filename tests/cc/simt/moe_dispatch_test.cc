@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,24 +37,27 @@ DeviceCall Dispatch(const MoeDispatchParams& p, int sms, uint32_t seed) {
           }};
 }
 
-DeviceCall Combine(const MoeDispatchParams& p, int sms, uint32_t seed) {
+DeviceCall Combine(const MoeDispatchParams& p, int sms, uint32_t seed,
+                   std::optional<DType> wire = std::nullopt) {
   constexpr DType kDTypes[] = {DType::kF16, DType::kBF16, DType::kF32};
   const auto call = std::make_shared<MoeCombineCall>(p, kDTypes[seed % 3], /*out_f32=*/seed % 2 > 0,
-                                                     /*blocks=*/1, /*running=*/1, seed);
+                                                     /*blocks=*/1, /*running=*/1, seed, wire);
   return {sms, call, [=](const CudaDevice& device, const SymmetricView& view, std::string* error) {
             return LaunchMoeCombine(call->params(), call->ArraysOf(view.rank), /*site=*/0, device,
                                     view, nullptr, error);
           }};
 }
 
-// `ops`: a letter for each call, d or c.
+// `ops`: a letter for each call, d or c; e and i: c with a wire of float8_e4m3fn, of int8.
 int64_t Run(const MoeDispatchParams& p, int sms, const std::string& ops, const TestHooks& hooks,
             uint32_t seed) {
   std::vector<std::unique_ptr<DeviceCall>> calls;
   for (const char op : ops) {
     const auto its_seed = static_cast<uint32_t>(ops.size() * seed + calls.size());
+    std::optional<DType> wire;
+    if (op == 'e' || op == 'i') wire = op == 'e' ? DType::kF8E4M3FN : DType::kS8;
     calls.push_back(std::make_unique<DeviceCall>(op == 'd' ? Dispatch(p, sms, its_seed)
-                                                           : Combine(p, sms, its_seed)));
+                                                           : Combine(p, sms, its_seed, wire)));
   }
   const WorkspaceLayout layout = calls[0]->call->Workspace();
   for (const auto& c : calls) EXPECT_EQ(c->call->Workspace().TotalBytes(), layout.TotalBytes());
@@ -99,6 +103,10 @@ TEST(Dispatches) {
 TEST(Combines) {
   for (const Case& c : {kFew, kMany, kParts, kSlots}) Check(c, "ccc");
 }
+// Rows that end in a short block; more blocks than a warp has teams; parts without a block.
+TEST(CombinesWithAWire) {
+  for (const Case& c : {kFew, kMany, kParts, kSlots}) Check(c, "eie");
+}
 TEST(ShareAWorkspace) { Check(kFew, "dccddc"); }
 
 // A combine's warp has more items than it sends ahead.
@@ -112,7 +120,7 @@ TEST(ManyItems) {
 // Lanes that go separate ways would be a message.
 TEST(MissingWaitsAreFound) {
   const auto p = MoeParamsFor(3, 20, 3, 2, 5, -1, 1, false, 1);
-  for (const char* ops : {"ddd", "ccc"}) {
+  for (const char* ops : {"ddd", "ccc", "eee"}) {
     for (uint32_t seed = 1; seed <= static_cast<uint32_t>(simt::Schedules(4)); ++seed) {
       EXPECT(Run(p, /*sms=*/1, ops, {/*skip_waits=*/1, 50}, seed) > 0) << ops << " seed " << seed;
     }
