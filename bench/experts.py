@@ -11,6 +11,10 @@ The list "dispatch": T tokens of each rank, to their experts' ranks and back. Mi
     gather  jflux.all_gather and jflux.reduce_scatter of all tokens: what a layer does otherwise
     bound   the bytes that must move, at LINK bytes a second, there and back
 
+The list "wire": D+C as above, and with the combine's sums in 8 bits, at any size:
+
+    float8_e4m3fn, int8
+
 The list "layer": a layer of T tokens over all ranks, forward and backward. Milliseconds:
 
     TP, EP  jflux.nn.mixture: the experts' hidden units split, or the experts, tokens gathered
@@ -26,8 +30,9 @@ The list "capacity": a layer's forward pass, and forward and backward, in millis
                 and the products are batched einsums. It drops what is beyond an expert's slots,
                 `dropped` of all choices; jflux drops nothing
 
-Values are compared before anything is timed: a pair gives each token back, and all layers give what
-the plain one gives, if there is memory for it. Of "einsum" tokens are compared that have all slots.
+Values are compared before anything is timed: a pair gives each token back (in 8 bits nearly), and
+all layers give what the plain one gives, if there is memory for it. Of "einsum" tokens are compared
+that have all slots.
 """
 
 from __future__ import annotations
@@ -47,6 +52,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 import jflux.nn
+from jflux._ops._wire import WIRES
 from jflux._tools import trials
 
 from . import capacity, command
@@ -60,6 +66,10 @@ LISTS: dict[str, list[Case]] = {
     "dispatch": [
         Case(f"DeepSeek-V3, {tokens} tokens", tokens, 7168, 256, 8)
         for tokens in (32, 128, 1024, 4096)
+    ],
+    "wire": [
+        Case(f"DeepSeek-V3 with a wire, {tokens} tokens", tokens, 7168, 256, 8)
+        for tokens in (128, 1024, 4096)
     ],
     "layer": [
         Case("Mixtral", 8192, 4096, 8, 2, 14336),
@@ -97,14 +107,16 @@ def _timed(
 # ---- There and back ------------------------------------------------------------------------------
 
 
-def pair(case: Case, indices: jax.Array, x: jax.Array, sums: bool = True) -> jax.Array:
+def pair(
+    case: Case, indices: jax.Array, x: jax.Array, sums: bool = True, wire: str | None = None
+) -> jax.Array:
     """Of one rank: the mean of a token's k copies, which is the token."""
     weights = jnp.full(indices.shape, 1 / case.k, jnp.float32)
     d = jflux.moe_dispatch(
         x, indices, weights, num_experts=case.experts, axis_name="ep", partial_sums=sums,
         rest="undefined",
     )  # fmt: skip
-    return jflux.moe_combine(d.rows, d.handle, weights=weights, axis_name="ep")
+    return jflux.moe_combine(d.rows, d.handle, weights=weights, axis_name="ep", wire=wire)
 
 
 def there(case: Case, indices: jax.Array, x: jax.Array) -> jax.Array:
@@ -124,10 +136,6 @@ def gathered(x: jax.Array) -> jax.Array:
 
 def measure_dispatch(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     """One row of "dispatch"."""
-    mesh = Mesh(np.array(jax.devices()[:ranks]), ("ep",))
-    everyones = random_choices(case, ranks * case.tokens)
-    x = trials.normal(mesh, P("ep"), (ranks * case.tokens, case.width), jnp.bfloat16, seed=1)
-    indices = jax.device_put(everyones, jax.sharding.NamedSharding(mesh, P("ep")))
     steps: dict[str, Callable[..., jax.Array]] = {
         "D": functools.partial(there, case),
         "D+C": functools.partial(pair, case),
@@ -135,11 +143,30 @@ def measure_dispatch(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
         "S": functools.partial(pair, case),
         "gather": lambda indices, x: gathered(x),
     }
+    return measure_steps(case, ranks, rounds, steps) | {"list": "dispatch"}
+
+
+def measure_wire(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
+    """One row of "wire"."""
+    steps = {wire or "D+C": functools.partial(pair, case, wire=wire) for wire in (None, *WIRES)}
+    with jflux.config(always=True, unchecked_kernels=True):
+        return measure_steps(case, ranks, rounds, steps) | {"list": "wire"}
+
+
+def measure_steps(
+    case: Case, ranks: int, rounds: int, steps: dict[str, Callable[..., jax.Array]]
+) -> dict[str, Any]:
+    """Times of steps of (a rank's indices, x)."""
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("ep",))
+    everyones = random_choices(case, ranks * case.tokens)
+    x = trials.normal(mesh, P("ep"), (ranks * case.tokens, case.width), jnp.bfloat16, seed=1)
+    indices = jax.device_put(everyones, jax.sharding.NamedSharding(mesh, P("ep")))
     specs = (P("ep"), P("ep"))
-    once = trials.compiled(steps["D+C"], mesh, specs, P("ep"), indices, x)
-    error = float(jnp.abs(once(indices, x).astype(jnp.float32) - x.astype(jnp.float32)).max())
-    if not error <= 2.0**-7 * float(jnp.abs(x).max()):
-        raise RuntimeError(f"{case.name}: tokens come back {error:.3g} off")
+    for name in {"D+C", *WIRES} & {*steps}:
+        once = trials.compiled(steps[name], mesh, specs, P("ep"), indices, x)
+        error = float(jnp.abs(once(indices, x).astype(jnp.float32) - x.astype(jnp.float32)).max())
+        if not error <= 2.0 ** (-3 if name in WIRES else -7) * float(jnp.abs(x).max()):
+            raise RuntimeError(f"{case.name}: tokens come back {error:.3g} off by {name}")
     iterations = 16
     programs = {}
     for name, step in steps.items():
@@ -162,9 +189,8 @@ def measure_dispatch(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
         sum(len(set(slots) - {rank}) for slots in homes[rank].tolist()) for rank in range(ranks)
     )
     bound = 2 * leaves * case.width * 2 / LINK
-    return {"case": dataclasses.asdict(case), "list": "dispatch", "bound": bound} | _timed(
-        programs, iterations, rounds
-    )
+    timed = _timed(programs, iterations, rounds)
+    return {"case": dataclasses.asdict(case), "bound": bound} | timed
 
 
 # ---- Layers --------------------------------------------------------------------------------------
@@ -323,12 +349,16 @@ def measure_layer(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     return {"case": dataclasses.asdict(case), "list": "layer", "error": error} | timings
 
 
-MEASURES = {"dispatch": measure_dispatch, "layer": measure_layer, "capacity": measure_capacity}
+MEASURES = {
+    "dispatch": measure_dispatch, "wire": measure_wire, "layer": measure_layer,
+    "capacity": measure_capacity,
+}  # fmt: skip
 
 # ---- The table -----------------------------------------------------------------------------------
 
 HEADINGS = {
     "dispatch": "case | D us | D+C us | each us | S us | gather us | bound us | bound / D+C",
+    "wire": "case | D+C us | float8_e4m3fn us | int8 us",
     "layer": "case | TP ms | EP ms | disp. ms | prod. ms | S TP ms | S EP ms | S / J | difference",
     "capacity": "case | EP ms | disp. ms | einsum ms | einsum / J | EP f+b ms | disp. f+b ms "
     "| einsum f+b ms | einsum / J f+b | dropped | difference",
@@ -341,6 +371,8 @@ def cells(row: dict[str, Any]) -> list[str]:
         us = [row[c]["median"] * 1e6 for c in ("D", "D+C", "each", "S", "gather")]
         bound = row["bound"] * 1e6
         return [name, *(f"{t:.1f}" for t in us), f"{bound:.1f}", f"{bound / us[1]:.2f}"]
+    if row["list"] == "wire":
+        return [name, *(f"{row[c]['median'] * 1e6:.1f}" for c in ("D+C", *WIRES))]
     if row["list"] == "capacity":
         times = []
         for both in ("", " f+b"):
