@@ -77,6 +77,7 @@ MAIN_LOOPS = (
     # Four around the report of a wrong page.
     MainLoop("LatentDecodeKernel80", "sm_80", "__nv_bfloat16", "HMMA", _ASYNC, 4),
     MainLoop("GroupedMatmulDwKernel80", "sm_80", "GemmConfig80I13__nv_bfloat16", "HMMA", _ASYNC),
+    MainLoop("BackwardKernel80", "sm_80", "BackwardShape80I13__nv_bfloat16Li128E", "HMMA", _ASYNC),
 )
 #: Loads and stores of the stack.
 _OF_STACK = ("LDL", "STL")
