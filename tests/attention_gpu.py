@@ -1,7 +1,7 @@
 """Checks the kernels of attention (cc/ops/flash_attention) on one GPU, forward and backward, on
 random calls against float64; a table comes last:
 
-python tests/attention_gpu.py [--calls 200] [--seed 0] [--limit 300] [--ranks 1]
+python tests/attention_gpu.py [--calls 200] [--seed 0] [--limit 300] [--ranks 1] [--portable]
 
 A call draws the numbers of queries, keys, heads and elements (none of them whole tiles), positions
 in any layout, windows, segments, a softcap and the type. Each program runs three times: twice on
@@ -10,6 +10,8 @@ Last come longer calls, and loops of calls, which XLA captures in graphs and rep
 
 With --ranks 2 or more: the kernel of all_gather_attention, on so many GPUs
 (tests/attention_ranks_gpu.py), in 60 seconds unless --limit says otherwise.
+
+With --portable: the portable kernels.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jflux
+from jflux import _config, _native
 from jflux._ops.attention import flash_attention
 from jflux._ops.attention._blockwise import Positions, Scores
 from jflux._ops.attention.sequence_layouts import own_positions
@@ -200,7 +203,11 @@ def main() -> int:
     for name, default in (("calls", 200), ("seed", 0), ("ranks", 1)):
         parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--limit", type=float, help="seconds")
+    parser.add_argument("--portable", action="store_true", help="by portable code")
     args = parser.parse_args()
+    if args.portable:
+        jflux.config.update(unchecked_kernels=True)
+        _config.override_for_good(arch=_native.FLOAT8_ARCH)
     limit = args.limit or (300 if args.ranks == 1 else 60)
     if jax.default_backend() != "gpu":
         print("there is no GPU")

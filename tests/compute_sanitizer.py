@@ -48,6 +48,7 @@ LOCAL = {
     "grouped_matmul": ["moe_gpu.py"],  # and moe.route
     "grouped_matmul_scaled": ["grouped_scaled_gpu.py"],
     "flash_attention": ["attention_gpu.py"],
+    "flash_attention_portable": ["attention_gpu.py", "--portable"],
     "flash_decode": [*PYTEST, "test_flash_decode_half.py", "-k", "pages or nothing"],
     "latent_decode": [*PYTEST, "test_flash_decode_half.py", "-k", "latent and bfloat16"],
     "moe_gate": [*PYTEST, "test_moe_gate.py", "-k", "values and bfloat16"],
@@ -60,6 +61,7 @@ TWO_GPUS = {
     "grouped_matmul_reduce_scatter": ["gathered_gpu.py", "--only", "scatter"],
     "moe_dispatch": ["dispatch_gpu.py"],  # and moe_combine
     "all_gather_attention": ["attention_gpu.py", "--ranks", "2"],
+    "all_gather_attention_portable": ["attention_gpu.py", "--ranks", "2", "--portable"],
     "decode_merge": [*PYTEST, "test_decode_merge.py", "-k", "values and 2-shape1"],
     "stress": ["-m", "jflux.stress", "--calls", "40"],  # all ops that have one kernel a call
 }

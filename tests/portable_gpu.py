@@ -16,6 +16,7 @@ process with that library, and ends with a word in the table:
     route       tests/moe_gpu.py's random routings
     dispatch    tests/dispatch_gpu.py on two GPUs
     grouped_scaled    tests/grouped_scaled_gpu.py: grouped products of 8 bits with scales
+    attention, attention 2    tests/attention_gpu.py on one GPU and on two
 
 On other GPUs this is not needed: what is installed has the code, and `python -m jflux.selftest`
 checks it.
@@ -47,7 +48,7 @@ assert capabilities == {"9.0"}, f"--build is for Hopper, these are {capabilities
 assert gpu_code.arch_here() == gpu_code.FLOAT8, "the GPUs run code for sm_90a, or none for sm_89"
 assert _heap.existing_or_new() == "cuda", _heap.why_no_heap("cuda")
 jflux.config.update(unchecked_kernels=True)
-for op, has_code in {"all_gather_matmul": True, "all_gather_attention": False}.items():
+for op, has_code in {"all_gather_matmul": True, "grouped_matmul_dw_scaled": False}.items():
     why = gpu_code.why_not(op, gpu_code.arch_here(), gpu_code.gpu_here())
     assert (why is None) == has_code, (op, why)
 """
@@ -101,6 +102,7 @@ def commands(minutes: float) -> dict[str, tuple[list[str], bool]]:
         "local": ["moe_gate", "moe_rows", "flash_decode_half", "quantize"],
     }
     stress = ["-m", "jflux.stress", "--unchecked", "--deadline-seconds", "20"]
+    attention = [str(TESTS / "attention_gpu.py"), "--portable"]
     missing = [str(TESTS / "test_faults.py"), "-k", "missing_from_a_butterfly"]
     return {
         "code": (["-c", CODE], True),
@@ -113,6 +115,8 @@ def commands(minutes: float) -> dict[str, tuple[list[str], bool]]:
         "grouped_scaled": (
             [str(TESTS / "grouped_scaled_gpu.py"), "--portable", "--calls", "40"], True
         ),
+        "attention": ([*attention, "--calls", "60"], True),
+        "attention 2": ([*attention, "--calls", "20", "--ranks", "2"], True),
     } | {
         name: (
             [*pytest, "-k", LEFT_OUT, *(str(TESTS / f"test_{file}.py") for file in those)], True

@@ -76,6 +76,11 @@ MAIN_LOOPS = (
     MainLoop("GroupedMatmulKernel80", "sm_89", "GemmConfig80I13__nv_fp8_e4m3", "QMMA", _ASYNC),
     # Four around the report of a wrong page.
     MainLoop("LatentDecodeKernel80", "sm_80", "__nv_bfloat16", "HMMA", _ASYNC, 4),
+    MainLoop("ForwardKernel80", "sm_80", "ForwardShape80I13__nv_bfloat16Li128E", "HMMA", _ASYNC),
+    # Around the wait for keys.
+    MainLoop(
+        "AllGatherAttentionKernel80", "sm_80", "ForwardShape80I6__halfLi128E", "HMMA", _ASYNC, 4
+    ),
     MainLoop("GroupedMatmulDwKernel80", "sm_80", "GemmConfig80I13__nv_bfloat16", "HMMA", _ASYNC),
     MainLoop("BackwardKernel80", "sm_80", "BackwardShape80I13__nv_bfloat16Li128E", "HMMA", _ASYNC),
 )

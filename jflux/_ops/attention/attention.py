@@ -122,8 +122,9 @@ def attention(
       without `return_lse`. It is one call where ``jax.nn.dot_product_attention`` means the same
       (one rank, or no mask at all, and no `sinks`), or where jflux chooses to exchange heads, and
       otherwise a few calls whose results are merged.
-    - jflux's kernels, on Hopper GPUs, for heads of up to 256 elements. Gathered keys arrive while
-      the kernel computes.
+    - jflux's kernels, for heads of up to 256 elements; on GPUs other than Hopper where
+      ``python -m jflux.selftest`` has passed, or with ``unchecked_kernels``. Gathered keys arrive
+      while the kernel computes.
     - XLA's products, in blocks, which take several times as long (docs/experiments/0037, 0045, 0047
       and 0050).
 
