@@ -171,7 +171,7 @@ struct AllGatherAttentionSm80 {
       if (threadIdx.x == 0) taken = next_;
       __syncthreads();
       const int32_t number = taken;
-      if (threadIdx.x == 0) next_ = TakeTile(args_);
+      if (threadIdx.x == 0 && number < args_.items) next_ = TakeTile(args_);
       return number;
     }
     __device__ __forceinline__ GatheredKeys80<Shape> KeysOf(const attention::Item& item) {
