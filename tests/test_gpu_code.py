@@ -52,8 +52,8 @@ def test_each_op_says_which_gpus_its_kernels_are_for():
     gpus = of_ops()
     assert {name for name, of in gpus.items() if of == EVERY} == set(PORTABLE_OPS)
     hopper = {name for name, of in gpus.items() if of == (HOPPER, HOPPER)}
-    assert hopper <= {"latent_decode", "grouped_matmul_scaled", "grouped_matmul_dw_scaled"}
-    assert _native.lib.gpus("latent_decode") == (HOPPER, HOPPER)
+    assert hopper <= {"grouped_matmul_dw_scaled"}
+    assert _native.lib.gpus("grouped_matmul_dw_scaled") == (HOPPER, HOPPER)
     # Whose kernels are their users'.
     others = set(gpus) - hopper - set(PORTABLE_OPS)
     assert {name for name, of in gpus.items() if of == USERS} == others
@@ -148,7 +148,7 @@ def test_local_ops(gpus, unchecked):
         attributes=None, checked_on_gpus=True,
     )  # fmt: skip
     of_hopper = local_ops.kernel(
-        "flash_attention", why_not=routing._why_not, attributes=None, checked_on_gpus=True
+        "grouped_matmul_dw_scaled", why_not=routing._why_not, attributes=None, checked_on_gpus=True
     )
     with jflux.config(unchecked_kernels=unchecked):
         gpus(["9.0"], [90])
@@ -254,7 +254,7 @@ def test_ops_over_ranks_of_a_recorded_machine(no_record, monkeypatch):
     with jflux.config(unchecked_kernels=False):
         why = machine.why_no_kernel("all_reduce")
         assert why is None if not no_record else no_record in why
-        assert "compute capability 9.0" in machine.why_no_kernel("latent_decode")
+        assert "compute capability 9.0" in machine.why_no_kernel("grouped_matmul_dw_scaled")
         fused = plans.Plan(plans.Path.FUSED, "because")
         said = plans.in_portable_code(fused, machine.arch, machine.no_record).reason
         by = "" if no_record else "; in portable code, which jflux.selftest has checked here"
