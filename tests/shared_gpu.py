@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     kinds = "any product waves few_columns sum quantized_sum norm large_sum scaled dispatch"
-    kinds += " exchange one_exchange custom"
+    kinds += " exchange one_exchange attention custom"
     parser.add_argument("--kind", choices=kinds.split(), default="any", help="of calls (workers/)")
     parser.add_argument(
         "--graphs", action="store_true", help="replay each call with new inputs too"

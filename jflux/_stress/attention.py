@@ -65,8 +65,9 @@ def _heads(rng: random.Random, place: Place) -> tuple[int, int, int, Any]:
     return groups * rng.choice([1, 2, 4]), groups, width, place.draw_type(rng)
 
 
-def attention(rng: random.Random, place: Place) -> Case:
-    """Over a sequence in any layout, with any mask, in any form."""
+def attention(rng: random.Random, place: Place, gathers: bool = False) -> Case:
+    """Over a sequence in any layout, with any mask, in any form. `gathers`: by gathering keys, with
+    what cuDNN does not take."""
     heads, groups, width, dtype = _heads(rng, place)
     width += rng.choice([0, 0, 8]) if width < 256 else 0
     batch, world, name = rng.choice([1, 2]), place.world, place.axis_name
@@ -78,6 +79,8 @@ def attention(rng: random.Random, place: Place) -> Case:
     form: Any = rng.choice(["auto", "auto", "gather", "ring"])
     if splits_heads(heads, groups, world) and rng.random() < 0.25:
         form = "ulysses"
+    if gathers:
+        form, softcap = "gather", 5.0
 
     def body(q: Any, k: Any, v: Any, *ids: Any) -> Any:
         return _finite(
