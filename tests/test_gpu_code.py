@@ -23,7 +23,7 @@ from jflux._call.forms import Call, choose
 from jflux._call.gpu_code import FLOAT8, HOPPER, PORTABLE
 from jflux._call.plans import Machine
 from jflux._ops._spec import all_ops
-from jflux._ops.attention import flash_attention
+from jflux._ops.attention import all_gather_attention, flash_attention
 from jflux._ops.collectives import all_reduce
 from jflux._ops.experts import routing
 
@@ -410,16 +410,25 @@ def test_a_latent_cache_in_portable_code(arch, monkeypatch):
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 def test_attention_in_portable_code(monkeypatch):
-    """The forward pass over ranks; cuDNN is not asked about on this platform."""
+    """The forward pass over ranks; cuDNN is not asked about on this platform. The plan's machine
+    counts, and not this process's GPUs: it may be a topology."""
     f = functools.partial(jflux.attention, axis_name="tp", causal=True, softcap=30.0)
     f = jax.shard_map(f, mesh=make_mesh((2,)), in_specs=P(None, "tp"), out_specs=P(None, "tp"))
     qkv = [jax.ShapeDtypeStruct((1, 512, 4, 128), jnp.bfloat16) for _ in range(3)]
+    params = flash_attention.Params(flash_attention.Scores(0.1), jnp.dtype(jnp.bfloat16), None)
+
+    def is_portable(plan):
+        return all_gather_attention._attributes(qkv, params, plan)["portable"]
+
     for unchecked in (True, False):
         with jflux.config(unchecked_kernels=unchecked, always=True):
             plan = calls_on(PORTABLE, monkeypatch, f, *qkv)["all_gather_attention"]
         assert (plan.path == "fused") == unchecked
         assert unchecked or "unchecked_kernels=True" in plan.reason
-    assert 0 < calls_on(HOPPER, monkeypatch, f, *qkv)["all_gather_attention"].senders
+        assert is_portable(plan) == unchecked
+    monkeypatch.setattr(gpu_code, "arch_here", lambda: PORTABLE)
+    plan = calls_on(HOPPER, monkeypatch, f, *qkv)["all_gather_attention"]
+    assert plan.senders > 0 and not is_portable(plan)
 
 
 @pytest.mark.parametrize("unchecked", [False, True])

@@ -201,11 +201,16 @@ def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
     native = forms.native_plan(OP, fields, machine, fills="keys")
     if isinstance(native, WhyNot):
         return native
+    if machine.arch < gpu_code.HOPPER:  # which may be a topology's, not of this process's GPUs
+        native = {**native, "portable": 1}
     return plans.fused("one kernel: keys and values arrive while it computes", native)
 
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
-    return {**flash_attention.attributes(params), "senders": np.int64(plan.senders)}
+    return flash_attention.attributes(params) | {
+        "portable": "portable" in plan.config,
+        "senders": np.int64(plan.senders),
+    }
 
 
 def _flops(arrays: Arrays, params: Params) -> int:
