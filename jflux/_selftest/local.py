@@ -18,7 +18,7 @@ from .. import _native, testing
 from .._call import gpu_code
 from .._call.plans import Path
 
-#: How many calls of each kind.
+#: How many calls of each kind. Numbers of calls choose among kernels, so that all of them run.
 CALLS = 6
 HALVES = (jnp.bfloat16, jnp.float16)
 
@@ -66,7 +66,7 @@ def _sorted_slots(indices: np.ndarray) -> np.ndarray:
     return order[slots[order] >= 0]
 
 
-def route(rng: np.random.Generator) -> None:
+def route(rng: np.random.Generator, _: int) -> None:
     indices, experts = _draw_indices(rng)
     found = _run("moe_route", functools.partial(moe.route, num_experts=experts), indices)
     order, slots = _sorted_slots(indices), indices.reshape(-1)
@@ -80,10 +80,10 @@ def route(rng: np.random.Generator) -> None:
     _same("moe.route: destination", found.destination, destination.reshape(indices.shape))
 
 
-def rows(rng: np.random.Generator) -> None:
+def rows(rng: np.random.Generator, number: int) -> None:
     indices, experts = _draw_indices(rng)
     tokens, k = indices.shape
-    dtype, width = HALVES[rng.integers(2)], 8 * int(rng.choice([1, 17, 128]))
+    dtype, width = HALVES[number % 2], 8 * int(rng.choice([1, 17, 128]))
     x = rng.standard_normal((tokens, width)).astype(dtype)
     weights = rng.standard_normal((tokens, k)).astype(np.float32)
 
@@ -107,7 +107,7 @@ def _with_sizes(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], ...]:
     return arrays, tuple(np.abs(a) for a in arrays)
 
 
-def gate(rng: np.random.Generator) -> None:
+def gate(rng: np.random.Generator, _: int) -> None:
     tokens, experts = int(rng.choice([1, 31, 1025])), int(rng.choice([8, 64, 256]))
     k = int(rng.integers(1, 9))
     logits = rng.standard_normal((tokens, experts)).astype(np.float32)
@@ -133,17 +133,17 @@ def gate(rng: np.random.Generator) -> None:
     testing.assert_close(gradient, slopes, np.full(slopes.shape, 32.0), np.float32, experts)
 
 
-def decode(rng: np.random.Generator) -> None:
-    dtype, width = HALVES[rng.integers(2)], int(rng.choice([64, 128]))
+def decode(rng: np.random.Generator, number: int) -> None:
+    dtype, width = HALVES[number % 2], (64, 128)[number // 2 % 2]
     groups, shared = int(rng.choice([1, 2, 4])), int(rng.choice([1, 4, 8]))
     q, k, v, lengths = _draw_caches(rng, dtype, width, groups, shared)
     found = _run("flash_decode", jflux.flash_decode, q, k, v, lengths)
     _check_decoded(found, q, k, v, lengths)
 
 
-def decode_latent(rng: np.random.Generator) -> None:
+def decode_latent(rng: np.random.Generator, number: int) -> None:
     """Over a cache whose values are the first elements of keys."""
-    dtype, shared = HALVES[rng.integers(2)], int(rng.choice([1, 16, 40, 80]))
+    dtype, shared = HALVES[number % 2], int(rng.choice([1, 16, 40, 80]))
     q, k, _, lengths = _draw_caches(rng, dtype, 576, 1, shared)
     f = functools.partial(jflux.flash_decode, value_width=512)
     found = _run("latent_decode", f, q, k, None, lengths)
@@ -175,30 +175,53 @@ def _check_decoded(
     testing.assert_close(found, exact, 2 * size + 0.03, dtype, width)
 
 
-def attention(rng: np.random.Generator) -> None:
-    dtype, width = HALVES[rng.integers(2)], int(rng.choice([64, 128, 256]))
+def attention(rng: np.random.Generator, number: int) -> None:
+    dtype, width = HALVES[number % 2], (64, 128, 256)[number // 2 % 3]
     groups, shared = int(rng.choice([1, 2])), int(rng.choice([1, 3]))
-    batch, positions = int(rng.integers(1, 3)), int(rng.choice([1, 129, 400]))
-    scale, cap = 1 / np.sqrt(width), 3.0  # cuDNN takes no softcap
+    batch, positions = int(rng.integers(1, 3)), int(rng.choice([129, 200, 400]))
     rows, heads = (batch, positions), groups * shared
     q, do = (rng.standard_normal((*rows, heads, width)).astype(dtype) for _ in "qo")
     k, v = (rng.standard_normal((*rows, groups, width)).astype(dtype) for _ in "kv")
+    # Other kernels have a softcap. cuDNN takes none, nor sequences of such lengths.
+    ways: tuple[dict[str, Any], ...] = ({"softcap": 3.0}, {"window": (150, 0)})
 
     def both(q: Any, k: Any, v: Any, do: Any) -> Any:
-        attend = functools.partial(
-            jflux.attention, causal=True, softcap=cap, layout="contiguous", scale=scale
-        )
-        o, pull = jax.vjp(attend, q, k, v)
-        return o, *pull(do)
+        found = []
+        for way in ways:
+            attend = functools.partial(jflux.attention, causal=True, layout="contiguous", **way)
+            o, pull = jax.vjp(attend, q, k, v)
+            found.append((o, *pull(do)))
+        return found
 
-    found = _run("flash_attention flash_attention_backward", both, q, k, v, do)
+    results = _run("flash_attention flash_attention_backward", both, q, k, v, do)
+    for found, way in zip(results, ways, strict=True):
+        _check_attention(found, q, k, v, do, **way)
+
+
+def _check_attention(
+    found: tuple[np.ndarray, ...],
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    do: np.ndarray,
+    softcap: float | None = None,
+    window: tuple[int, int] | None = None,
+) -> None:
+    """o, dq, dk and dv of causal attention."""
+    (batch, positions, groups, width), dtype = k.shape, q.dtype
+    shared, scale = q.shape[2] // groups, 1 / np.sqrt(width)
     q, do, k, v = (a.astype(np.float64).swapaxes(1, 2) for a in (q, do, k, v))
     k, v = (np.repeat(a, shared, 1) for a in (k, v))
-    bent = np.tanh(q @ k.mT * scale / cap)
-    p = np.where(np.tri(positions, dtype=bool), np.exp(cap * bent), 0)
+    s, slope = q @ k.mT * scale, np.asarray(scale)
+    if softcap is not None:
+        bent = np.tanh(s / softcap)
+        s, slope = softcap * bent, scale * (1 - bent**2)
+    back = np.subtract.outer(np.arange(positions), np.arange(positions))
+    allowed = (back >= 0) & (back <= (positions if window is None else window[0]))
+    p = np.where(allowed, np.exp(s - s.max(-1, keepdims=True)), 0)
     p /= p.sum(-1, keepdims=True)
     o, dp = p @ v, do @ v.mT
-    delta, slope = (o * do).sum(-1, keepdims=True), p * scale * (1 - bent**2)
+    delta, slope = (o * do).sum(-1, keepdims=True), p * slope
     # What is rounded before it is multiplied: p, its gradients, and o in delta.
     sizes = slope * (np.abs(dp - delta) + (np.abs(o) * np.abs(do)).sum(-1, keepdims=True) / 4)
     ds = slope * (dp - delta)
@@ -218,8 +241,8 @@ def attention(rng: np.random.Generator) -> None:
             raise AssertionError(f"{name}: {error}") from None
 
 
-def grouped(rng: np.random.Generator) -> None:
-    dtype, groups = HALVES[rng.integers(2)], int(rng.choice([1, 3, 8]))
+def grouped(rng: np.random.Generator, number: int) -> None:
+    dtype, groups = HALVES[number % 2], int(rng.choice([1, 3, 8]))
     sizes = rng.integers(0, 300, groups).astype(np.int32)
     sizes[0] += sizes.sum() == 0
     m, (k, n) = int(sizes.sum()), (8 * int(rng.choice([8, 17, 32])) for _ in "kn")
@@ -249,11 +272,11 @@ def _grouped(
     return y, dx, np.stack([rows.T @ others for rows, others in zip(*parts, strict=True)])
 
 
-def scaled(rng: np.random.Generator) -> None:
+def scaled(rng: np.random.Generator, number: int) -> None:
     types = [np.dtype(t) for t in (jnp.int8, jnp.float8_e4m3fn)]
     if jax.default_backend() == "gpu" and (arch := gpu_code.arch_here()) < gpu_code.HOPPER:
         types = [t for t in types if gpu_code.why_not_multiplied(t, arch) is None]
-    dtype = types[rng.integers(len(types))]
+    dtype = types[number % len(types)]
     m, k, n = (16 * int(rng.choice([1, 8, 17, 40])) for _ in "mkn")
     x, w = (rng.standard_normal(shape).astype(np.float32) for shape in [(m, k), (n, k)])
     first = int(rng.integers(m + 1))  # rows of the first of two groups, whose w is half as large
@@ -297,7 +320,7 @@ def check(seed: int, calls: int = CALLS) -> int:
     for number in range(calls):
         for kind in KINDS:
             try:
-                kind(np.random.default_rng([seed, number]))
+                kind(np.random.default_rng([seed, number]), number)
             except AssertionError as error:
                 raise AssertionError(f"{kind.__name__}, call {number}: {error}") from None
         jax.clear_caches()
