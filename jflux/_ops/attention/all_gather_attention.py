@@ -33,8 +33,6 @@ from ._blockwise import Positions, Scores
 
 OP = "all_gather_attention"
 
-#: The types that the CPU's body takes, which sums in float32.
-
 
 @dataclasses.dataclass(frozen=True)
 class Params:
