@@ -20,8 +20,7 @@ namespace jflux::attention {
 // Bytes of 64 elements of a row, and of a slab's in shared memory.
 inline constexpr int kRowBytes80 = 128, kSlabBytes80 = 16 * kRowBytes80;
 
-// ---- Blocks
-// --------------------------------------------------------------------------------------
+// ---- Blocks -------------------------------------------------------------------------------------
 
 // The blocks of a row of `blocks` with scores, one after the other. All lanes of a warp.
 class BlockWalk80 {
@@ -51,8 +50,7 @@ class BlockWalk80 {
   uint32_t left_;
 };
 
-// ---- Copies
-// --------------------------------------------------------------------------------------
+// ---- Copies -------------------------------------------------------------------------------------
 
 // Rows of a head, of an array [B, rows, heads, D] of 16 bits.
 struct HeadRows80 {
@@ -114,8 +112,7 @@ __device__ __forceinline__ void CopyPositions80(const Args& args, uint32_t smem,
   }
 }
 
-// ---- Products
-// ------------------------------------------------------------------------------------
+// ---- Products -----------------------------------------------------------------------------------
 
 // Where a lane reads vector 0 or 1 of 16 rows (LoadMatrix4): as an operand A over columns, and,
 // transposed, as an operand B over rows.

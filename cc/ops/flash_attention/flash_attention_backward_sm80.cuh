@@ -107,8 +107,7 @@ class MetParts80 {
   BlockWalk80 blocks_;
 };
 
-// ---- Copies
-// --------------------------------------------------------------------------------------
+// ---- Copies -------------------------------------------------------------------------------------
 
 // Rows of q (`tile` 0) and do, or of k and v. `head`: of queries or of keys.
 template <bool kQueries>
