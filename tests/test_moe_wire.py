@@ -134,6 +134,24 @@ def test_values_and_gradients(options):
         assert 2e-3 < error(one, other) < 1e-2
 
 
+@pytest.mark.parametrize("kind", ["kernel", "ragged", "slots"])
+def test_derivatives_of_derivatives(kind):
+    """They pass straight through the rounding of a grad_wire."""
+    x = normal(0, (RANKS * TOKENS, WIDTH), np.float32)
+
+    def call(rows, combine):
+        def of(**wires):
+            of_sums = jax.grad(lambda r: jnp.sum(jnp.sin(combine(r, **wires))))
+            forward = jax.jvp(of_sums, (rows,), (jnp.cos(rows),))[1]
+            return forward, jax.grad(lambda r: jnp.sum(of_sums(r) ** 2))(rows)
+
+        return of(), of(wire="int8", grad_wire="int8")
+
+    exact, got = _layer(call, **KINDS[kind])(x, *_choices())
+    for one, other in zip(got, exact, strict=True):
+        assert 1e-3 < np.linalg.norm(one - other) / np.linalg.norm(other) < 3e-2
+
+
 @pytest.fixture
 def by_all_to_all(monkeypatch):
     """-> a function after which no kernel is taken, though handles are a kernel's."""

@@ -517,6 +517,36 @@ derivatives.differentiate(
 )
 
 
+def _dispatched_in_wire(params: CombineParams, places: Any, ct: jax.Array) -> list[jax.Array]:
+    """The rows [R, D] of ct [T, D], which travel in the `grad_wire`. `places`: of the combine."""
+    sent = _wire.in_blocks(ct, str(params.grad_wire))
+    values, scale = (a.reshape(len(ct), -1) for a in (sent.values, sent.scale))
+    indices = places[0]
+    zeros = jnp.zeros(indices.shape, np.float32)
+    rows, *_ = dispatched(params.dispatch, values, indices, zeros, scale)
+    return [rows.dequantize()[:, : ct.shape[1]].astype(ct.dtype)]
+
+
+def _in_wire_backward(
+    places: Any, cotangents: Sequence[Any], wanted: Sequence[Any], params: CombineParams
+) -> Sequence[Any]:
+    (d_rows,) = cotangents
+    dtype = np.dtype(wanted[1].dtype)
+    params = dataclasses.replace(params, out_dtype=dtype, wire=params.grad_wire)
+    ones = jnp.ones(places[2].shape, np.float32)
+    return None, _combine(params, d_rows, ones, *places)
+
+
+#: Linear, as without a wire: derivatives of derivatives pass straight through the rounding.
+_rows_in_wire: Callable[..., Sequence[Any]] = derivatives.differentiated(
+    _dispatched_in_wire,
+    kept=lambda operands, params: operands[0],
+    tangents=lambda places, tangents, params: _rows_in_wire(params, places, tangents[1]),
+    backward=_in_wire_backward,
+    axes=lambda params: params.axis_names,
+)
+
+
 def _combine_forward(operands: Sequence[Any], params: CombineParams) -> tuple[Sequence[Any], Any]:
     return _combine_primitive.bind(*operands, params=params), tuple(operands)
 
@@ -533,20 +563,16 @@ def _combine_tangents(kept: Any, tangents: Sequence[Any], params: CombineParams)
 def _combine_backward(
     kept: Any, cotangents: Sequence[Any], wanted: Sequence[Any], params: CombineParams
 ) -> list[Any]:
-    y, w, indices, slot, expert_row, _ = kept
+    y, w, indices, slot, expert_row, rank = kept
     (ct,) = cotangents
     y_type = wanted[0] if y is None else y
     zeros = jnp.zeros(indices.shape, np.float32)
     # The cotangent travels in y's type, as in _partial_sums.py.
     ct = ct.astype(y_type.dtype)
-    rows: Any
     if params.grad_wire is None:
         rows, *_ = _dispatch_primitive.bind(ct, indices, zeros, params=params.dispatch)
     else:
-        sent = _wire.in_blocks(ct, params.grad_wire)
-        values, scale = (a.reshape(len(ct), -1) for a in (sent.values, sent.scale))
-        rows, *_ = dispatched(params.dispatch, values, indices, zeros, scale)
-        rows = rows.dequantize()[:, : ct.shape[1]].astype(ct.dtype)
+        (rows,) = _rows_in_wire(params, (indices, slot, expert_row, rank), ct)
     # Row after row, as if each were a token with one slot. Rows that fill an expert up are read.
     dispatch = params.dispatch
     fill = dispatch.fill or dispatch.alignment > 1 or dispatch.stride > 0
