@@ -149,7 +149,7 @@ def measure_dispatch(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
 def measure_wire(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     """One row of "wire"."""
     steps = {wire or "D+C": functools.partial(pair, case, wire=wire) for wire in (None, *WIRES)}
-    with jflux.config(always=True, unchecked_kernels=True):
+    with jflux.config(always=True):
         return measure_steps(case, ranks, rounds, steps) | {"list": "wire"}
 
 

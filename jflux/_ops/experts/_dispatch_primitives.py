@@ -39,10 +39,6 @@ OP, COMBINE = "moe_dispatch", "moe_combine"
 #: (docs/experiments/0054-dispatches-of-many-tokens.md).
 MOST_WORKSPACE_BYTES = (512 << 20) * 33 // 32
 
-#: Whether the kernel of a combine with a wire has run on GPUs, against the reference. Until then
-#: its rows come back in a ragged exchange, unless ``jflux.config.unchecked_kernels``.
-WIRE_CHECKED_ON_GPUS = False
-
 #: Values of `there` for a slot without a row.
 _NONE, _DROPPED = -1, -2
 

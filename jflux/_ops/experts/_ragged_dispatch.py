@@ -15,7 +15,6 @@ from ..._ranks import meshes
 from ..._ranks.meshes import AxisName
 from ..collectives.exchange import all_gather
 from . import _destinations
-from ._dispatch_primitives import KernelHandle
 from ._exchanged_rows import Handle, move
 from ._partial_sums import PartialSumsHandle
 
@@ -105,30 +104,6 @@ def route(
     row = jnp.where(kept.first >= 0, place, -1).astype(jnp.int32)
     handle = Handle(token, out, slot, back, home, kept.first, row, axis_names)
     return Route(handle, sizes, padded, chosen, dropped)
-
-
-def in_steps(handle: KernelHandle) -> PartialSumsHandle:
-    """The handle of a dispatch in one kernel, for a combine that is none: a token's place on a rank
-    is then its number among those that have come."""
-    names, world = handle.axis_names, handle.params.world
-    tokens, k = handle.rank.shape
-    ranks = jnp.arange(world, dtype=jnp.int32)[:, None]
-    goes = jnp.any(handle.rank[None] == ranks[:, :, None], axis=2)  # [N, T]
-    by_rank = moe.route(jnp.where(goes, ranks, -1), world)
-    rows = all_gather(by_rank.counts, axis_name=names)
-    out = _destinations.sizes_between(rows, lax.axis_index(names))
-    going = by_rank.source[: min(k, world) * tokens]
-    token = jnp.where(going >= 0, going % tokens, -1)
-    sent_row = by_rank.destination[handle.rank, jnp.arange(tokens)[:, None]]
-    sent_row = jnp.where(handle.rank >= 0, sent_row, -1)
-
-    has_come = jnp.any(handle.expert_row != -1, axis=1, keepdims=True)  # [N T, 1]; also dropped
-    places = jnp.arange(has_come.size, dtype=jnp.int32)[:, None]
-    place = _destinations.compacted(has_come, places, has_come.size)
-    expert_row = jnp.where(place[:, None] >= 0, handle.expert_row[place], -1)
-    number = jnp.cumsum(has_come[:, 0], dtype=jnp.int32) - 1
-    slot = jnp.where(handle.slot >= 0, number[handle.slot // k] * k + handle.slot % k, -1)
-    return PartialSumsHandle(token, out, sent_row, slot, expert_row, handle.first, names)
 
 
 def fail_if(count: jax.Array, x: jax.Array, axis_name: AxisName) -> jax.Array:

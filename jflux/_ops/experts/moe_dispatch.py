@@ -386,12 +386,10 @@ def moe_combine(
       wire: "float8_e4m3fn" or "int8": rows come back quantised, each in blocks of 128 elements with
         a float32 scale, those of the rank itself too, so that bits do not depend on the number of
         ranks. After a dispatch with `partial_sums` a rank's sums are quantised, in float32; where
-        that was one kernel, so is the combine, with ``jflux.config(unchecked_kernels=True)`` until
-        GPUs have checked it, and else rows come back in a ragged exchange. With a `node_axis` it is
-        for what travels between nodes alone. y is bfloat16, float16 or float32,
-        and a block with a NaN or an infinity becomes NaN. With less than 3 MiB of rows for a rank's
-        tokens the call is as without, which :func:`jflux.explain` says, unless
-        ``jflux.config(always=True)``.
+        that was one kernel, so is the combine. With a `node_axis` it is for what travels between
+        nodes alone. y is bfloat16, float16 or float32, and a block with a NaN or an infinity
+        becomes NaN. With less than 3 MiB of rows for a rank's tokens the call is as without, which
+        :func:`jflux.explain` says, unless ``jflux.config(always=True)``.
       grad_wire: likewise, of the cotangent's rows that are dispatched, and of tangents' rows, which
         are exact by default (straight through).
 
@@ -472,16 +470,12 @@ def _combined(
     (tokens, k), world = handle.first.shape, meshes.axis_size(handle.axis_names)
     rows = tokens * (k if isinstance(handle, Handle) else min(k, world))
     why = _quantized_exchange.why_exact(rows * y.shape[1] * y.dtype.itemsize)
-    in_steps = handle
-    if isinstance(handle, KernelHandle):
-        if plans.why_unchecked(_dispatch_primitives.WIRE_CHECKED_ON_GPUS) and not why:
-            in_steps = _ragged_dispatch.in_steps(handle)
     if why:
         total = handle.combine(y, weights, dtype)
     else:
-        total = in_steps.combine(y, weights, dtype, wire, grad_wire)
+        total = handle.combine(y, weights, dtype, wire, grad_wire)
     if wire is not None:
-        if why or not isinstance(in_steps, KernelHandle):  # which says how itself
+        if why or not isinstance(handle, KernelHandle):  # which says how itself
             how = plans.decomposed(why or f"rows in {wire}, in a ragged_all_to_all")
             explain.note_once(op, (y,), (total,), how)
         if wire_report.is_wanted():
