@@ -191,7 +191,9 @@ def test_all_forms_have_the_same_bits(more, wire, width, dtype, by_all_to_all):
         steps = layer(fused=False)(x, *_choices())
     assert f"rows in {wire}, in a ragged_all_to_all" in str(calls)
     by_all_to_all()
-    others = layer()(x, *_choices())
+    with jflux.explaining() as calls:
+        others = layer()(x, *_choices())
+    assert "an all-to-all of quantised sums: a test" in str(calls)
     for form in (steps, others):
         jax.tree.map(np.testing.assert_array_equal, form, kernel)
 

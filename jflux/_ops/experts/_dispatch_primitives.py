@@ -263,7 +263,7 @@ _Fields = Callable[[Call], tuple[dict[str, int], Any]]
 
 
 def _forms(
-    op: str, fields_of: _Fields, attributes: AttributesRule, in_calls: Run, steps: Form
+    op: str, fields_of: _Fields, attributes: AttributesRule, in_calls: Run, *steps: Form
 ) -> tuple[Form, ...]:
     """The forms of a dispatch, or a combine: one kernel; several calls of it, each of a part of
     every row; and steps."""
@@ -304,7 +304,7 @@ def _forms(
                     return dataclasses.replace(plans.decomposed(why), config={"calls": calls})
         return None
 
-    return forms.kernel(takes, attributes), Form(takes_in_calls, in_calls), steps
+    return forms.kernel(takes, attributes), Form(takes_in_calls, in_calls), *steps
 
 
 def _columns_of_calls(rows: jax.Array, plan: Plan) -> list[jax.Array]:
@@ -444,6 +444,10 @@ def _combine_attributes(arrays: Arrays, params: CombineParams, plan: Plan) -> di
     return {"parts": np.int64(plan.config["parts"]), "wire": np.int64(wire)}
 
 
+def _takes_wire(call: Call, machine: Machine) -> Plan | None:
+    return None if call.params.wire is None else plans.decomposed("")
+
+
 _combine_op = Op(
     name=COMBINE,
     result_shapes=_combine_shapes,
@@ -453,6 +457,7 @@ _combine_op = Op(
         _combine_fields,
         _combine_attributes,
         _combine_in_calls,
+        Form(_takes_wire, _combine_by_all_to_all, "an all-to-all of quantised sums"),
         forms.decomposed(_combine_by_all_to_all, "an all-to-all of sums"),
     ),
     batch=_product.bind_one_by_one,
