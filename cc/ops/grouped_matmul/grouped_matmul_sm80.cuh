@@ -7,7 +7,7 @@
 //
 //   waits   for nobody
 //   order   a launch after what wrote the operands; the rows of y, and the tiles of dw, are
-//   disjoint
+//           disjoint
 #ifndef JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_SM80_CUH_
 #define JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_SM80_CUH_
 

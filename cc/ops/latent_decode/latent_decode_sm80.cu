@@ -3,9 +3,9 @@
 // position's row once. Eight warps stand in rows of 16 queries, and columns:
 //
 //   scores   16 queries x 16 positions. Each warp of a row multiplies its share of the 576
-//   elements,
-//            of queries that stay in its registers. The row's warps add each other's sums in one
-//            order, by way of shared memory, so that all have the same probabilities, as an operand
+//            elements, of queries that stay in its registers. The row's warps add each other's sums
+//            in one order, by way of shared memory, so that all have the same probabilities, as an
+//            operand
 //   values   each warp of a row adds its columns of the 512
 //
 //   queries   rows x columns   registers of a thread for queries and results
