@@ -359,9 +359,7 @@ def test_matmul_in_portable_code(monkeypatch):
 def test_grouped_matmul_with_scales_in_portable_code(monkeypatch):
     """As `matmul`; what its kernels do not take are products of values in bfloat16, of int8 the
     reference."""
-    names = {name: getattr(_native.lib, name) for name in dir(_native.lib)}
-    lib = types.SimpleNamespace(**names | {"built_with_cuda": lambda: True})
-    monkeypatch.setattr(_native, "lib", lib)
+    with_cuda(monkeypatch)
 
     def plan_on(arch, dtype, block, **options):
         monkeypatch.setattr(gpu_code, "arch_here", lambda: arch)
@@ -390,9 +388,7 @@ def test_grouped_matmul_with_scales_in_portable_code(monkeypatch):
 @pytest.mark.parametrize("arch", [PORTABLE, HOPPER])
 def test_a_latent_cache_in_portable_code(arch, monkeypatch):
     """The handler is told which of two kernels to launch."""
-    names = {name: getattr(_native.lib, name) for name in dir(_native.lib)}
-    lib = types.SimpleNamespace(**names | {"built_with_cuda": lambda: True})
-    monkeypatch.setattr(_native, "lib", lib)
+    with_cuda(monkeypatch)
     monkeypatch.setattr(gpu_code, "arch_here", lambda: arch)
     monkeypatch.setattr(ffi_targets, "register_targets", lambda _: None)
     q, k, lengths = (
