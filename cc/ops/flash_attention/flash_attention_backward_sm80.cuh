@@ -162,8 +162,7 @@ __device__ __forceinline__ void CopyKept80(const Args& args, const BackwardSmem8
   }
 }
 
-// ---- A warp's rows
-// -------------------------------------------------------------------------------
+// ---- A warp's rows ------------------------------------------------------------------------------
 
 // The rows of a warp, from `first` on in the array, as one of its threads has them: `first` and 8
 // below it of each slab.
