@@ -5,6 +5,7 @@ import functools
 import itertools
 import pathlib
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -129,8 +130,16 @@ def test_the_code_of_this_process(gpus):
     assert _heap._why_no_cuda() == "a GPU (compute capability 7.5): kernels need 8.0 or later"
     gpus(["9.0"], [None])
     assert _heap._why_no_cuda() == (
-        "a GPU (compute capability 9.0) does not run jflux's kernels: no kernel image"
+        "a GPU (compute capability 9.0) does not run jflux's kernels: no kernel image; "
+        "JFLUX_CUDA=ON pip install . compiles them for all GPUs"
     )
+
+
+def test_what_a_source_build_compiles():
+    finder = runpy.run_path(str(ROOT / "build_backend" / "find_architectures.py"))
+    assert finder["architectures"](["9.0", "9.0"]) == "90a-real"
+    for capabilities in ([], ["8.0"], ["9.0", "8.6"], ["10.0"]):
+        assert finder["architectures"](capabilities) == "80;90a-real"
 
 
 @pytest.mark.parametrize("unchecked", [False, True])
