@@ -90,6 +90,14 @@ class Body:
         """The equation that makes it; None: an argument, or a literal."""
         return self.maker.get(atom) if isinstance(atom, Var) else None
 
+    def before_transpose(self, atom: Atom) -> tuple[Atom, tuple[int, ...]] | None:
+        """(what it is the transpose of, the permutation), if it is one."""
+        index = self.made_by(atom)
+        if index is None or self.equations[index].primitive.name != "transpose":
+            return None
+        equation = self.equations[index]
+        return equation.invars[0], equation.params["permutation"]
+
     def only_user(self, var: Var) -> int | None:
         """The one equation that uses it; None: several do, or it is a result."""
         users = self.users.get(var, ())

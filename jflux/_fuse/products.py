@@ -109,10 +109,9 @@ Pairs = Sequence[tuple[int, int]]  # dimensions of (w, x) that are contracted wi
 
 def _before_transpose(body: Body, w: Atom, pairs: Pairs) -> tuple[Matrix, tuple[int, ...]] | None:
     """The matrix of what was transposed to w, if no copy has to be made of that."""
-    index = body.made_by(w)
-    if index is None or body.equations[index].primitive.name != "transpose":
+    if (found := body.before_transpose(w)) is None:
         return None
-    (before,), came_from = body.equations[index].invars, body.equations[index].params["permutation"]
+    before, came_from = found
     contracted = {i for i, _ in pairs}
     of_n = [came_from[i] for i in range(type_of(w).ndim) if i not in contracted]
     if of_n != sorted(of_n):

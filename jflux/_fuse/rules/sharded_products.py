@@ -337,12 +337,10 @@ def _before_transpose(
 ) -> tuple[Atom, Spec, tuple[int, ...] | None]:
     """(what it is the transpose of, how that is split, the permutation), so that a rank's part is
     transposed where the rules see it. Not of what a site may have together with the transpose."""
-    index = body.made_by(atom)
-    if index is None or body.equations[index].primitive.name != "transpose":
+    found = body.before_transpose(atom)
+    if found is None or _may_be_sum(body, found[0]):
         return atom, spec, None
-    (source,), order = body.equations[index].invars, body.equations[index].params["permutation"]
-    if _may_be_sum(body, source):
-        return atom, spec, None
+    source, order = found
     return source, tuple(spec[order.index(i)] for i in range(len(order))), order
 
 

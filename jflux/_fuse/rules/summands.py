@@ -24,7 +24,7 @@ from ..views import Atoms, Dimension, View, rearranged, reshaped
 ADDS = ("add", "add_any")
 NAME = "name"  # of checkpoint_name
 
-FIRST = (
+NOT_LAST = (
     "its product is not contracted along the last dimension of either operand, as the gradient of "
     "a weight is not"
 )
@@ -268,9 +268,9 @@ def _term(
             reasons.append(product)
             continue
         product = _before_transpose(body, product)
-        # A copy that brings others beside the last one XLA's product makes, too.
+        # Dimensions that lie apart are brought together by a copy, which XLA's product needs too.
         if product.contracted[-1] != type_of(product.x).ndim - 1:
-            reasons.append(FIRST)
+            reasons.append(NOT_LAST)
             continue
         if product.w.permutation is not None:
             reasons.append("the product's weight would be copied")
@@ -287,15 +287,13 @@ def _term(
 
 def _before_transpose(body: Body, product: Product) -> Product:
     """The same product of what x is the transpose of, if its rows keep their order."""
-    index = body.made_by(product.x)
-    if index is None or body.equations[index].primitive.name != "transpose":
+    if (found := body.before_transpose(product.x)) is None:
         return product
-    came_from = body.equations[index].params["permutation"]
+    x, came_from = found
     rows = tuple(came_from[i] for i in product.rows)
     if rows != tuple(sorted(rows)):
         return product
     contracted = tuple(came_from[i] for i in product.contracted)
-    (x,) = body.equations[index].invars
     return dataclasses.replace(product, x=x, rows=rows, contracted=contracted)
 
 
