@@ -130,8 +130,9 @@ def test_the_code_of_this_process(gpus):
     assert _heap._why_no_cuda() == "a GPU (compute capability 7.5): kernels need 8.0 or later"
     gpus(["9.0"], [None])
     assert _heap._why_no_cuda() == (
-        "a GPU (compute capability 9.0) does not run jflux's kernels: no kernel image; "
-        "JFLUX_CUDA=ON pip install . compiles them for all GPUs"
+        "a GPU (compute capability 9.0) does not run jflux's kernels: no kernel image. "
+        "A build from source may have none for it: JFLUX_CUDA=ON pip install . compiles them for "
+        "all GPUs"
     )
 
 

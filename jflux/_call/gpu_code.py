@@ -131,8 +131,8 @@ def arch_here() -> int:
             found.append(_native.lib.cuda_arch(device.local_hardware_id))
         except RuntimeError as error:
             raise RuntimeError(
-                f"{describe(device)} does not run jflux's kernels: {error}; JFLUX_CUDA=ON pip "
-                "install . compiles them for all GPUs"
+                f"{describe(device)} does not run jflux's kernels: {error}. A build from source "
+                "may have none for it: JFLUX_CUDA=ON pip install . compiles them for all GPUs"
             ) from None
     return min(found)
 
