@@ -7,7 +7,6 @@ namespace jflux {
 namespace {
 
 struct Kernels {
-  static constexpr int kMostWidth = 256;
   template <typename T, int kWidth, bool kSoftcap>
   static attention::Instance For() {
     using Shape = attention::ForwardShape80<T, kWidth, kSoftcap>;

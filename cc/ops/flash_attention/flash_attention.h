@@ -126,14 +126,13 @@ bool LaunchFlashAttentionBackward(const FlashAttentionParams& params,
 // The same by portable kernels.
 bool LaunchFlashAttention80(const FlashAttentionParams& params, const FlashAttentionArrays& arrays,
                             cudaStream_t stream, std::string* error);
-bool LoadFlashAttentionKernels80(std::string* error);
 bool LaunchFlashAttentionBackward80(const FlashAttentionParams& params,
                                     const FlashAttentionArrays& arrays, cudaStream_t stream,
                                     std::string* error);
-bool LoadFlashAttentionBackwardKernels80(std::string* error);
 
-// Loads the kernels of both on the current device.
+// Loads the kernels of both on the current device; the portable ones alone.
 bool LoadFlashAttentionKernels(std::string* error);
+bool LoadFlashAttentionKernels80(std::string* error);
 
 }  // namespace jflux
 

@@ -52,7 +52,6 @@ inline bool SetArgs(AttentionPass pass, int width, const FlashAttentionParams& p
 // A pass's kernels, Hopper's or portable ones:
 //
 //   kPass, Args
-//   kMostWidth                       of the widths of WidthFor
 //   For<T, width, softcap>() -> Instance
 //   SetArgs(width, params, arrays, Args*, error)
 struct Instance {
@@ -64,7 +63,7 @@ struct Instance {
 // Calls visit(width, softcap, Instance) for the kernels of a type, until it returns true.
 template <typename Kernels, typename T, int kWidth = 64, typename F>
 bool ForInstances(F&& visit) {
-  if constexpr (kWidth > Kernels::kMostWidth) {
+  if constexpr (WidthFor(kWidth) == 0) {
     return false;
   } else {
     return visit(kWidth, false, Kernels::template For<T, kWidth, false>()) ||
@@ -108,9 +107,8 @@ bool Launch(const FlashAttentionParams& p, const FlashAttentionArrays& arrays, c
   *error = WhyNotFormats(kFlashAttentionFormats, kWgmmaFormats, p.dtype, p.dtype);
   if (!error->empty()) return false;
   const int width = WidthFor(p.width);
-  if (width == 0 || width > Kernels::kMostWidth) {
-    *error = "the kernels take heads of a multiple of 8 elements, up to " +
-             std::to_string(Kernels::kMostWidth);
+  if (width == 0) {
+    *error = "the kernels take heads of a multiple of 8 elements, up to 256";
     return false;
   }
   int ordinal = 0, sm_count = 0;

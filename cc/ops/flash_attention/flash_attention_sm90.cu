@@ -10,7 +10,6 @@ namespace {
 template <AttentionPass kPass_>
 struct Kernels {
   static constexpr AttentionPass kPass = kPass_;
-  static constexpr int kMostWidth = 256;
   using Args = attention::MapArgs;
   static bool SetArgs(int width, const FlashAttentionParams& p, const FlashAttentionArrays& arrays,
                       Args* args, std::string* error) {
@@ -51,10 +50,7 @@ bool LoadBackward(std::string* error) {
 
 bool LoadFlashAttentionKernels(std::string* error) {
   const auto hopper = [](std::string* e) { return LoadForward(e) && LoadBackward(e); };
-  const auto portable = [](std::string* e) {
-    return LoadFlashAttentionKernels80(e) && LoadFlashAttentionBackwardKernels80(e);
-  };
-  return LoadBothLoops(hopper, portable, error);
+  return LoadBothLoops(hopper, LoadFlashAttentionKernels80, error);
 }
 
 bool LaunchFlashAttention(const FlashAttentionParams& p, const FlashAttentionArrays& arrays,
