@@ -93,11 +93,12 @@ def measure(
             body = trials.CALLS_IN_A_BODY
             return lax.fori_loop(0, iterations // body, lambda _, c: some(body, *c), carry)[1]
 
-        with jflux.config(always=name == "J"):
+        in_one = name in ("J", "J8")
+        with jflux.config(always=in_one):
             program = trials.compiled(chain, mesh, specs, out, *args)
             if name in ("J", "two"):
                 values[name] = trials.compiled(once, mesh, specs, out, *args)(*args)
-        if name == "J" and f'custom_call_target="jflux_{op}"' not in program.as_text():
+        if in_one and f'custom_call_target="jflux_{op}"' not in program.as_text():
             raise RuntimeError(f"{case.name}: no kernel takes the call")
         programs[name] = trials.run_of(program, *args)
     error = error_of(np.asarray(chosen), values["J"], values["two"])
@@ -127,12 +128,13 @@ def main(
     kind: str,
     measure: Callable[[Case, int, int], command.Row],
     cells: Callable[[command.Row, int], list[str]],
+    heading: str = HEADING,
 ) -> int:
     args = command.parse(doc, lists=",".join(LISTS))
     jflux.init(heap_bytes=4 << 30)
     jflux.config.update(strict=True)
     table = command.Table(
-        kind, lambda row: Case(**row["case"]), lambda _: HEADING,
+        kind, lambda row: Case(**row["case"]), lambda _: heading,
         command.joined(lambda row: cells(row, args.ranks)),
     )  # fmt: skip
     table.measure_cases(args, LISTS, measure)

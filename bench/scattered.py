@@ -9,6 +9,8 @@ bfloat16, T tokens over all ranks, which choose k different experts, with weight
     two   jflux.grouped_matmul, jflux.moe.unpermute and jflux.reduce_scatter
     G     jflux.grouped_matmul alone
     C     jflux.reduce_scatter alone
+    J8    J with wire="float8_e4m3fn"
+    two8  two, whose reduce_scatter has that wire
 
 F is max(G, C): F / J is 1 where the slower of communication and computation hides the other.
 Before anything is timed, J is compared with the two steps, and some of its tokens with float64.
@@ -16,6 +18,7 @@ Before anything is timed, J is compared with the two steps, and some of its toke
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,12 +37,16 @@ from jflux._tools import trials
 from . import mixtures
 from .mixtures import Case
 
+#: With a wire of 8 bits. Rows of earlier runs have none.
+IN_8_BITS = ("J8", "two8")
+HEADING = " | ".join([mixtures.HEADING, *(f"{name} ms" for name in IN_8_BITS)])
+
 
 def steps_of(routing: moe.Routing) -> dict[str, Callable[..., jax.Array]]:
     """Functions of (h, part, w, weights) of one rank: h [T k, f/N], part [T, d]."""
 
-    def layer(h: Any, part: Any, w: Any, weights: Any) -> jax.Array:
-        return moe.grouped_matmul_reduce_scatter(h, w, routing, weights, axis_name="tp")
+    def layer(h: Any, part: Any, w: Any, weights: Any, wire: str | None = None) -> jax.Array:
+        return moe.grouped_matmul_reduce_scatter(h, w, routing, weights, axis_name="tp", wire=wire)
 
     def product(h: Any, part: Any, w: Any, weights: Any) -> jax.Array:
         return jflux.grouped_matmul(h, w, routing.counts)
@@ -49,11 +56,17 @@ def steps_of(routing: moe.Routing) -> dict[str, Callable[..., jax.Array]]:
         part = lax.dynamic_update_slice(part, h[:1, :1], (0, 0))
         return jflux.reduce_scatter(part, axis_name="tp", scatter_dimension=0, tiled=True)
 
-    def two(h: Any, part: Any, w: Any, weights: Any) -> jax.Array:
+    def two(h: Any, part: Any, w: Any, weights: Any, wire: str | None = None) -> jax.Array:
         sums = moe.unpermute(jflux.grouped_matmul(h, w, routing.counts), routing, weights)
-        return jflux.reduce_scatter(sums, axis_name="tp", scatter_dimension=0, tiled=True)
+        return jflux.reduce_scatter(
+            sums, axis_name="tp", scatter_dimension=0, tiled=True, wire=wire
+        )
 
-    return {"J": layer, "two": two, "G": product, "C": scatter}
+    in_8_bits = {
+        f"{name}8": functools.partial(f, wire="float8_e4m3fn")
+        for name, f in (("J", layer), ("two", two))
+    }
+    return {"J": layer, "two": two, "G": product, "C": scatter, **in_8_bits}
 
 
 def check(case: Case, chosen: np.ndarray, out: Any, two: Any, args: Any) -> float:
@@ -93,17 +106,18 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     )  # fmt: skip
     return mixtures.measure(
         case, mesh, rounds, grouped_matmul_reduce_scatter.OP, steps_of, args,
-        (hidden, P(), hidden, P()), dict.fromkeys(mixtures.NAMES, P("tp")),
+        (hidden, P(), hidden, P()), dict.fromkeys((*mixtures.NAMES, *IN_8_BITS), P("tp")),
         lambda chosen, out, two: check(case, chosen, out, two, args),
     )  # fmt: skip
 
 
 def cells(row: dict[str, Any], ranks: int) -> list[str]:
-    return mixtures.cells(row, ranks, products=1)
+    times = [f"{row[name]['median'] * 1e3:.3f}" if name in row else "" for name in IN_8_BITS]
+    return mixtures.cells(row, ranks, products=1) + times
 
 
 def main() -> int:
-    return mixtures.main(__doc__, "scattered", measure, cells)
+    return mixtures.main(__doc__, "scattered", measure, cells, HEADING)
 
 
 if __name__ == "__main__":

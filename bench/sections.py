@@ -148,16 +148,22 @@ def _rows(
     )
 
 
-def _of_split_mixtures(heading: str, kind: str, cells: Callable[[dict, int], list[str]]) -> Section:
-    return Section(
-        _of(heading),
-        kind,
-        _always(
+def _of_split_mixtures(
+    heading: str,
+    kind: str,
+    cells: Callable[[dict, int], list[str]],
+    columns: str = mixtures.HEADING,
+) -> Section:
+    def what(result: dict) -> str:
+        in_8_bits = any(name in row for row in result[kind] for name in scattered.IN_8_BITS)
+        return (
             "The experts' hidden units are split over the ranks. J is one kernel, `two` the two "
             "steps of jflux, G and C their product and their collective alone; F is max(G, C)."
-        ),
-        _rows(kind, mixtures.HEADING, cells),
-    )
+            + " J8 and two8 are J and `two` with a wire of float8_e4m3fn."
+            * in_8_bits
+        )
+
+    return Section(_of(heading), kind, what, _rows(kind, columns, cells))
 
 
 #: In the order of the page.
@@ -282,7 +288,10 @@ SECTIONS: dict[str, Section] = {
         "Gathered rows and a grouped product, bf16", "gathered", gathered.cells
     ),
     "scattered": _of_split_mixtures(
-        "A grouped product and scattered sums, bf16", "scattered", scattered.cells
+        "A grouped product and scattered sums, bf16",
+        "scattered",
+        scattered.cells,
+        scattered.HEADING,
     ),
     "collectives": Section(
         lambda result: _of(

@@ -66,7 +66,7 @@ TWO_GPUS = {
     "stress": ["-m", "jflux.stress", "--calls", "40"],  # all ops that have one kernel a call
 }
 #: Kinds of calls of two ranks that share a GPU (shared_gpu.py) which are not those of one op.
-KINDS = ("quantized_sum", "dispatch")
+KINDS = ("quantized_sum", "dispatch", "experts")
 #: Those whose kernels use TMA and mbarriers, beside the ops with a product.
 WITH_TMA = (
     "grouped_matmul", "grouped_matmul_scaled", "flash_attention", "all_gather_grouped_matmul",

@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    kinds = "any product waves few_columns sum quantized_sum norm large_sum scaled dispatch"
+    kinds = "any product waves few_columns sum quantized_sum norm large_sum scaled dispatch experts"
     kinds += " exchange one_exchange attention custom"
     parser.add_argument("--kind", choices=kinds.split(), default="any", help="of calls (workers/)")
     parser.add_argument(

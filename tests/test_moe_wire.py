@@ -243,8 +243,9 @@ def _experts(exchange, wires, dtype=np.float32):
         y, pull = jax.vjp(lambda *a: f(*a[:3], indices, a[3]), x, up, down, weights)
         return y, pull(jnp.cos(3 * x))
 
-    x = normal(0, (RANKS * TOKENS, WIDTH), dtype)
-    up, down = normal(1, (EXPERTS, WIDTH, 16), dtype), normal(2, (EXPERTS, 16, WIDTH), dtype)
+    width = 256  # whole blocks, as the sums' kernel takes
+    x = normal(0, (RANKS * TOKENS, width), dtype)
+    up, down = normal(1, (EXPERTS, width, 16), dtype), normal(2, (EXPERTS, 16, width), dtype)
     return run(jax.jit(both), x, up, down, *_choices())
 
 
@@ -261,33 +262,68 @@ def test_products(exchange):
         assert 1e-3 < np.linalg.norm(one - other) / np.linalg.norm(other) < 2e-2
 
 
-def test_tensor_parallel_sums():
-    """moe.grouped_matmul_reduce_scatter, and its all-reduce: near the exact ones, and reported."""
-    ranks, tokens, hidden = 2, 8, 6
-    h = normal(0, (tokens * K, ranks * hidden), np.float32)
-    w = normal(1, (EXPERTS, ranks * hidden, WIDTH), np.float32)
-    chosen = np.random.default_rng(0).integers(0, EXPERTS, (tokens, K)).astype(np.int32)
+HIDDEN = 6  # units of a rank
 
-    def local(h, w, chosen, wire):
+
+def _tensor_parallel(width, wire, ranks=RANKS, call=moe.grouped_matmul_reduce_scatter, **options):
+    """f(h, w, weights, chosen) of experts whose hidden units are split over ranks, and operands in
+    which a block has a NaN."""
+    split = P(None, "tp")
+    tokens = 8 * ranks
+
+    def local(h, w, weights, chosen):
         routing = moe.route(chosen, EXPERTS)
-        options = {"axis_name": "tp", "wire": wire}
-        return (
-            moe.grouped_matmul_reduce_scatter(h, w, routing, **options),
-            moe.grouped_matmul_all_reduce(h, w, routing, **options),
-        )
+        return call(h, w, routing, weights, axis_name="tp", wire=wire, **options)
 
-    def f(h, w, chosen, wire="int8"):
-        specs = (P(None, "tp"), P(None, "tp"), P())
-        return jax.shard_map(
-            functools.partial(local, wire=wire), mesh=make_mesh((ranks,)), in_specs=specs,
-            out_specs=(P("tp"), P()),
-        )(h, w, chosen)  # fmt: skip
+    f = jax.shard_map(
+        local, mesh=make_mesh((ranks,)), in_specs=(split, split, P(), P()),
+        out_specs=P("tp") if call is moe.grouped_matmul_reduce_scatter else P(),
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    chosen = rng.integers(0, EXPERTS, (tokens, K)).astype(np.int32)
+    chosen[3], chosen[5, 1] = -1, -1
+    weights = rng.uniform(0.2, 1, chosen.shape).astype(np.float32)
+    h = normal(0, (tokens * K, ranks * HIDDEN), np.float32)
+    return f, (h, normal(1, (EXPERTS, ranks * HIDDEN, width), np.float32), weights, chosen)
 
-    got, want = run(jax.jit(lambda *a: (f(*a), f(*a, wire=None))), h, w, chosen)
-    for y, exact, once in zip(got, want, (np.sqrt(0.5), np.sqrt(1.5)), strict=True):
-        error = np.sqrt(np.mean((y - exact) ** 2) / np.mean(exact**2))
+
+@pytest.mark.parametrize("wire", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("out", [np.float32, jnp.bfloat16])
+def test_tensor_parallel_sums(wire, out):
+    """The kernel: near the exact sums, and the bits of the steps, also with a NaN in a block."""
+    f, (h, w, weights, chosen) = _tensor_parallel(256, wire, preferred_element_type=out)
+    exact, _ = _tensor_parallel(256, None, preferred_element_type=out)
+    args = h, w, weights, chosen
+    with jflux.explaining() as calls:
+        y, want = (run(jax.jit(g), *args).astype(np.float64) for g in (f, exact))
+    assert f"one kernel multiplies, sums and scatters, sums in {wire}" in str(calls)
+    step = {"int8": 1, "float8_e4m3fn": 4}[wire]
+    assert 3e-3 * step < np.linalg.norm(y - want) / np.linalg.norm(want) < 8e-3 * step
+    h[7] = np.nan
+    for width in (256, 128):
+        args = h, w[..., :width], weights, chosen
+        y = run(jax.jit(f), *args).astype(np.float32)
+        with jflux.config(fused=False):
+            steps = run(jax.jit(f), *args)
+        assert np.isnan(y).any() and np.isfinite(y).any()
+        np.testing.assert_array_equal(y, steps.astype(np.float32))
+
+
+def test_tensor_parallel_sums_in_steps():
+    """Rows that are no whole blocks; the all-reduce; reports."""
+    f, args = _tensor_parallel(WIDTH, "int8", ranks=2)
+    whole, _ = _tensor_parallel(WIDTH, "int8", 2, moe.grouped_matmul_all_reduce)
+    exact, _ = _tensor_parallel(WIDTH, None, ranks=2)
+    with jflux.explaining() as calls:
+        got = run(jax.jit(lambda *a: (f(*a), whole(*a))), *args)
+    told = "\n".join(map(str, calls))
+    assert "a grouped product, and a reduce-scatter in int8" in told
+    assert "a wire's blocks are parts of rows: n must be a multiple of 128" in told
+    want = run(jax.jit(exact), *args)
+    for y, once in zip(got, (np.sqrt(0.5), np.sqrt(1.5)), strict=True):
+        error = np.sqrt(np.mean((y - want) ** 2) / np.mean(want**2))
         assert 4e-3 * once < error < 8e-3 * once
-    scattered, summed = jflux.wire_report(f, h, w, chosen)
+    scattered, summed = jflux.wire_report(lambda *a: (f(*a), whole(*a)), *args)
     assert scattered.op == "moe.grouped_matmul_reduce_scatter" and 2e-3 < scattered.error < 8e-3
     assert summed.op == "all_reduce"
 

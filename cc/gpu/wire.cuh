@@ -5,17 +5,18 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/wire.h"
 #include "gpu/quantize.cuh"
 
 namespace jflux::quantize {
 
-// Eight lanes share a block of a quantised wire. The bits are those of core/quantize.h.
-template <DType kValues>
-struct EightLanes {
-  static constexpr int kLanes = 8, kInFlight = 2;
+// So many lanes of a warp share a block of a quantised wire. The bits are those of core/quantize.h.
+template <int kLanes_, DType kValues>
+struct LanesOf {
+  static constexpr int kLanes = kLanes_, kInFlight = 2;
   static __device__ int lane() { return static_cast<int>(threadIdx.x % kLanes); }
   static __device__ uint32_t Max(uint32_t magnitude) {
-    const uint32_t lanes = 0xffu << (threadIdx.x % 32 / kLanes * kLanes);
+    const uint32_t lanes = (0xffffffffu >> (32 - kLanes)) << (threadIdx.x % 32 / kLanes * kLanes);
 #pragma unroll
     for (int step = 1; step < kLanes; step *= 2) {
       magnitude = MaxWord(magnitude, __shfl_xor_sync(lanes, magnitude, step));
@@ -51,6 +52,34 @@ struct EightLanes {
       const float2 v = FloatsOf<kValues>(static_cast<uint16_t>(words[i / 4] >> i % 4 * 8));
       x[i] = __fmul_rn(v.x, scale);
       x[i + 1] = __fmul_rn(v.y, scale);
+    }
+  }
+};
+
+template <DType kValues>
+using EightLanes = LanesOf<8, kValues>;
+
+// The same for values of either wire, which a call has as an argument.
+template <int kLanes_>
+struct LanesOfAny {
+  using E4M3 = LanesOf<kLanes_, DType::kF8E4M3FN>;
+  using Int8 = LanesOf<kLanes_, DType::kS8>;
+  static constexpr int kLanes = kLanes_;
+  static __device__ int lane() { return E4M3::lane(); }
+  static __device__ uint32_t Max(uint32_t magnitude) { return E4M3::Max(magnitude); }
+  template <bool kOf16Bits, int kCount>
+  static __device__ float Quantize(const float (&x)[kCount], uint32_t magnitude, DType values,
+                                   uint32_t (&words)[kCount / 4]) {
+    return values == DType::kS8 ? Int8::template Quantize<kOf16Bits>(x, magnitude, values, words)
+                                : E4M3::template Quantize<kOf16Bits>(x, magnitude, values, words);
+  }
+  template <int kCount>
+  static __device__ void Dequantize(const uint32_t (&words)[kCount / 4], float scale, DType values,
+                                    float (&x)[kCount]) {
+    if (values == DType::kS8) {
+      Int8::Dequantize(words, scale, values, x);
+    } else {
+      E4M3::Dequantize(words, scale, values, x);
     }
   }
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -96,12 +97,36 @@ def dispatch(rng: random.Random, place: Place, wire: str | None = None) -> Case:
     )
 
 
-def experts(rng: random.Random, place: Place) -> Case:
+def _scattered(ys: list[np.ndarray]) -> list[np.ndarray]:
+    """What ranks have of the sum of their rows."""
+    return np.split(np.sum(ys, axis=0), len(ys))
+
+
+def _half_steps(ys: list[np.ndarray], wire: str) -> list[np.ndarray]:
+    """How far those are off whose parts travel in 8 bits: all but the rank's own."""
+    each = []
+    for y in ys:
+        blocks = abs(y).reshape(len(y), -1, 128)
+        each.append(half_step(blocks, wire).reshape(y.shape))
+    own = [np.split(step, len(ys))[rank] for rank, step in enumerate(each)]
+    return [total - step for total, step in zip(_scattered(each), own, strict=True)]
+
+
+def quantized_experts(rng: random.Random, place: Place) -> Case:
+    """Experts whose hidden units are split, and whose sums travel in 8 bits: each rank's part but
+    the owner's is off by half a step of its block."""
+    return experts(rng, place, wire=rng.choice(WIRES))
+
+
+def experts(rng: random.Random, place: Place, wire: str | None = None) -> Case:
     """Two products, by experts whose hidden units are split, or that are split themselves."""
     tokens, width, hidden = rng.choice([1, 4, 16]), rng.choice([8, 64]), rng.choice([8, 72])
     split = rng.choice(["units", "gather", *["dispatch"] * (not place.spans)])
+    if wire is not None:
+        split, width = "units", rng.choice([128, 256])  # whole blocks
     count = place.world * rng.choice([1, 2])
     k, dtype, name = rng.randint(1, min(3, count)), place.draw_type(rng), place.axis_name
+    dtype = dtype if wire is None or dtype in FLOATS else jnp.float32
     held = count if split == "units" else count // place.world
 
     def body(x: Any, indices: Any, weights: Any, up: Any, down: Any) -> Any:
@@ -110,10 +135,12 @@ def experts(rng: random.Random, place: Place) -> Case:
                 x, up, indices, num_experts=count, exchange=split, axis_name=name
             )
             return jflux.grouped_matmul_combine(h, down, handle, weights, axis_name=name)
-        everyones = [lax.all_gather(a, name, tiled=True) for a in (indices, weights)]
+        everyones = [jflux.all_gather(a, axis_name=name, tiled=True) for a in (indices, weights)]
         routing = moe.route(everyones[0], count)
         h = moe.all_gather_grouped_matmul(x, up, routing, axis_name=name)
-        return moe.grouped_matmul_reduce_scatter(h, down, routing, everyones[1], axis_name=name)
+        return moe.grouped_matmul_reduce_scatter(
+            h, down, routing, everyones[1], axis_name=name, wire=wire
+        )
 
     def make(seed: int) -> Data:
         lead, drawn = place.mesh.devices.shape, np.random.default_rng(seed)
@@ -125,30 +152,31 @@ def experts(rng: random.Random, place: Place) -> Case:
         one_hot = (indices[..., None] == np.arange(count)) * weights[..., None].astype(np.float64)
         axis = "...tke,...tef->...tf"
 
-        def exact(x: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+        def exact(
+            x: np.ndarray, up: np.ndarray, down: np.ndarray, *, scatter: Any = _scattered
+        ) -> np.ndarray:
             if split == "units":  # the sum over ranks of what each one's units give all tokens
                 everyone, chosen = _per_group(place, x, one_hot)
                 y = np.einsum("...td,...edf,...efh->...teh", everyone, up, down)
-                y = np.einsum(axis, chosen, y)
-
-                def scattered(ys: list[np.ndarray]) -> list[np.ndarray]:
-                    return np.split(np.sum(ys, axis=0), len(ys))
-
-                return exchanged_by(place, scattered, y)
+                return exchanged_by(place, scatter, np.einsum(axis, chosen, y))
             all_up, all_down = _per_group(place, up, down)
             y = np.einsum("...td,...edf,...efh->...teh", x, all_up, all_down)
             return np.einsum(axis, one_hot, y)
 
         wide = [a.astype(np.float64) for a in (x, up, down)]
         # What is between the products is rounded, and so are partial sums.
-        scale = 2 * exact(*(abs(a) for a in wide))
-        want = Output(exact(*wide), scale, dtype, place.world * hidden * width)
+        scale: np.ndarray = 2 * exact(*(abs(a) for a in wide))
+        terms = place.world * hidden * width
+        if wire is not None:
+            steps = functools.partial(_half_steps, wire=wire)
+            scale = scale + 1.02 * exact(*wide, scatter=steps) / testing.tolerance(dtype, terms)
+        want = Output(exact(*wide), scale, dtype, terms)
         return (x, indices, weights, up, down), [want]
 
     return place.case(
         "grouped_matmul",
         f"experts split by {split}: {tokens} tokens x {width} x {hidden} "
-        f"{np.dtype(dtype).name}, {k} of {count}",
+        f"{np.dtype(dtype).name}, {k} of {count}, {wire=}",
         body,
         make,
     )

@@ -153,7 +153,8 @@ def draw_case(rng: random.Random, place: cases.Place, spec: OpSpec | None = None
     kinds += [products.quantized] * products.quantized_is_checked(place)
     kinds += [mixtures.scaled_groups]
     # Over nodes rows travel by a reference.
-    kinds += [mixtures.dispatch, mixtures.quantized_combine] * (not place.spans)
+    in_8_bits = [mixtures.quantized_combine, mixtures.quantized_experts]
+    kinds += [mixtures.dispatch, *in_8_bits] * (not place.spans)
     return rng.choice(kinds)(rng, place)
 
 

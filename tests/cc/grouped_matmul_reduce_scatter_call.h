@@ -10,6 +10,7 @@
 #include "all_gather_grouped_matmul_call.h"
 #include "ops/grouped_matmul_reduce_scatter/grouped_matmul_reduce_scatter.h"
 #include "ranks.h"
+#include "wires.h"
 
 namespace jflux {
 
@@ -62,20 +63,30 @@ class GroupedMatmulReduceScatterCall : public Call {
   int64_t Wrong() const override {
     const GroupedMatmulParams& p = p_.product;
     int64_t wrong = 0;
-    Values out(p_.world * p_.tokens * p.n);
+    std::vector<Values> parts;  // of all tokens, on each rank
     for (int rank = 0; rank < p_.world; ++rank) {
+      Values& part = parts.emplace_back(p_.world * p_.tokens * p.n);
       const std::vector<int32_t>& destination = destinations_[At(rank)];
       const Values y = Rows(routings_[At(rank)], h_values_[rank], w_values_[rank]);
       wrong += y_[rank].Wrong(y);
       for (int64_t slot = 0; slot < p.m; ++slot) {
         for (int64_t i = 0; i < p.n && destination[slot] >= 0; ++i) {
-          out[slot / p_.choices * p.n + i] += weight_values_[slot] * y[destination[slot] * p.n + i];
+          part[slot / p_.choices * p.n + i] +=
+              weight_values_[slot] * y[destination[slot] * p.n + i];
         }
       }
     }
     for (int rank = 0; rank < p_.world; ++rank) {
-      const auto first = out.begin() + rank * p_.tokens * p.n;
-      wrong += out_[rank].Wrong(Values(first, first + p_.tokens * p.n));
+      const int64_t size = p_.tokens * p.n, first = rank * size;
+      std::vector<float> out(size);
+      for (int src = 0; src < p_.world; ++src) {
+        std::vector<float> came(parts[src].begin() + first, parts[src].begin() + first + size);
+        // n is a multiple of a block then.
+        if (p_.wire && src != rank) came = ThroughWire(came, *p_.wire);
+        for (int64_t i = 0; i < size; ++i) out[i] += came[i];
+      }
+      const Array rounded(p.out_dtype, Values(out.begin(), out.end()));
+      wrong += out_[rank].Wrong(rounded.AsValues());
     }
     return wrong;
   }
@@ -124,6 +135,10 @@ inline const bool kRandomGroupedReduceScatter =
                           static_cast<int32_t>(r.pick(0, 4)), static_cast<int32_t>(r.pick(1, 16)),
                           (r.k + 1) / 2, r.n, r.pick(1, 5), r.in, r.out);
       p.product.transpose_rhs = r.Flip();
+      if (SizeOf(r.out) <= 4 && r.Flip()) {
+        p.wire = r.Flip() ? DType::kS8 : DType::kF8E4M3FN;
+        p.product.n = r.pick(1, 2) * kWireBlock;
+      }
       return std::make_unique<GroupedMatmulReduceScatterCall>(p, static_cast<Routed>(r.pick(0, 3)),
                                                               r.seed, r.Flip());
     });

@@ -43,6 +43,24 @@ void Check(int world, const RunOptions& options) {
 
 TEST(EqualsItsDefinition) { OnEverySchedule(Check); }
 
+TEST(SumsTravelInAWire) {
+  const auto check = [](int world, const RunOptions& options) {
+    uint32_t seed = 100 * world;
+    for (const DType wire : {DType::kF8E4M3FN, DType::kS8}) {
+      for (const DType out : {DType::kF32, DType::kBF16}) {
+        ++seed;
+        auto p = ScatteredParams(world, 13, 3, seed % 3, 2, 7, 256, 3, out, out);
+        p.wire = wire;
+        ExpectRight(world, options, seed, [&](uint32_t call_seed) {
+          return std::make_unique<GroupedMatmulReduceScatterCall>(
+              p, static_cast<Routed>(call_seed % 4), call_seed, /*own=*/seed % 2 == 1);
+        });
+      }
+    }
+  };
+  OnEverySchedule(check);
+}
+
 GroupedMatmulReduceScatterCall Small(int64_t tokens, int64_t n, int32_t parts = 1) {
   return GroupedMatmulReduceScatterCall(
       ScatteredParams(3, tokens, 2, parts, 2, 8, n, 2, DType::kF32, DType::kF32), Routed::kAnyhow,
@@ -84,6 +102,16 @@ TEST(Plans) {
   odd["n"] = 60;
   EXPECT(WhyNot(op, odd, Machine{132}).find("multiples of 8") != std::string::npos);
   EXPECT_EQ(WhyNot(op, odd, Machine{0}), "");
+
+  // A wire halves what travels, and has kernels of the widest tiles.
+  Fields wire = GroupedCall(2, 512, 2, 7168, 4096, 8);
+  wire["wire"] = static_cast<int64_t>(DType::kS8);
+  EXPECT_EQ(PlanOf(op, wire, Machine{132})["tile_n"], 256);
+  EXPECT_EQ(PlanOf(op, wire, Machine{132})["workspace_bytes"],
+            WorkspaceLayout::For(8 * 512, 512 * (4096 + 128)).TotalBytes());
+  wire["n"] = 4096 + 64;
+  EXPECT(WhyNot(op, wire, Machine{132}).find("multiple of 128") != std::string::npos);
+  EXPECT(WhyNot(op, wire, Machine{0}).find("multiple of 128") != std::string::npos);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "ops/moe_dispatch/moe_combine_body.h"
 #include "ops/moe_dispatch/moe_dispatch_body.h"
 #include "ranks.h"
+#include "wires.h"
 
 namespace jflux {
 
@@ -317,17 +318,7 @@ class MoeCombineCall : public MoeCall {
         sum[c] += weights_[rank][i] * static_cast<float>(values_[to][row * columns_ + c]);
       }
     }
-    for (int64_t first = 0; c_.wire_blocks != 0 && first < columns_; first += kWireBlock) {
-      const int64_t end = std::min(columns_, first + kWireBlock);
-      uint32_t magnitude = 0;
-      for (int64_t c = first; c < end; ++c) {
-        magnitude = std::max(magnitude, BitsOfFloat(sum[c]) & 0x7fffffff);
-      }
-      const float scale = ScaleOfBlock(magnitude, c_.wire, false);
-      for (int64_t c = first; c < end; ++c) {
-        sum[c] = FloatOfValue(QuantizedValue(sum[c], scale, c_.wire), c_.wire) * scale;
-      }
-    }
+    if (c_.wire_blocks != 0) return ThroughWire(sum, c_.wire);
     return sum;
   }
 

@@ -201,7 +201,7 @@ def draw(rng: random.Random) -> Chosen:
     kinds += [_sum, _quantized_sum, _norm, _large_sum, _exchange, _one_exchange] + [_custom] * (
         LIBRARY is not None
     )
-    kinds += [_dispatch]
+    kinds += [_dispatch, _experts]
     if not args.graphs:  # a loop would round factors of 8 bits; attention has two results
         kinds += [_scaled, _scaled, _attention]
     if args.kind != "any":
@@ -261,7 +261,7 @@ def _quantized_sum(rng: random.Random, place: cases.Place) -> Chosen:
     case = rng.choice(
         [
             collectives.quantized_sum, collectives.quantized_exchange, products.quantized_scatter,
-            mixtures.quantized_combine,
+            mixtures.quantized_combine, mixtures.quantized_experts,
         ]
     )  # fmt: skip
     return _chosen(rng, case(rng, place))
@@ -282,6 +282,10 @@ def _scaled(rng: random.Random, place: cases.Place) -> Chosen:
 
 def _dispatch(rng: random.Random, place: cases.Place) -> Chosen:
     return _chosen(rng, mixtures.dispatch(rng, place))
+
+
+def _experts(rng: random.Random, place: cases.Place) -> Chosen:
+    return _chosen(rng, mixtures.experts(rng, place))
 
 
 def _attention(rng: random.Random, place: cases.Place) -> Chosen:

@@ -39,15 +39,16 @@ bool ForGroupedConfigs(F&& visit) {
   }
 }
 
-// Kernels::Kernel<Config>() is the kernel, and Kernels::kSmemBytes<Config> its shared memory.
+// Kernels::Kernel<Config>() is the kernel, or null, and Kernels::kSmemBytes<Config> its shared
+// memory.
 template <typename Kernels>
 struct LoadGrouped {
   std::string* error;
   bool failed = false;
   template <typename Config>
   bool operator()() {
-    failed |= !LoadKernel(Kernels::template Kernel<Config>(), Kernels::template kSmemBytes<Config>,
-                          error);
+    const void* kernel = Kernels::template Kernel<Config>();
+    failed |= kernel != nullptr && !LoadKernel(kernel, Kernels::template kSmemBytes<Config>, error);
     return failed;  // else goes on
   }
 };

@@ -6,6 +6,9 @@
 //                float32 (float64 for float64), rounded to y's type
 //   out[t]     = sum over r of part[r][t]          likewise, in the order of r, rounded once
 //
+// With a wire parts are not rounded to y's type. Those of other ranks travel quantised in blocks of
+// 128 columns (core/quantize.h), with the blocks' scales; the rank's own is added as it is.
+//
 // The rows of group e are offsets[e] to offsets[e + 1], and in a group source, the inverse of
 // destination, grows. Rows of y from offsets[groups] on are zeros. A destination that is no row of
 // a group stands for a row of zeros, whatever its weight.
@@ -15,7 +18,7 @@
 //
 // Protocol. A rank computes tiles in the order of core/scattered_tiles.h. When all rows of some
 // tokens are there, it sums them: peers' tokens into slots in the owner's workspace, with a signal
-// for each item, then own ones.
+// for each item, then own ones. A wire's scales have places of their own, under the same signal.
 //
 //   writes  an item's sums and its signal: into the owner's workspace
 //   waits   for tiles of this rank; for the same item of every peer, before an own item is summed
@@ -28,10 +31,12 @@
 #define JFLUX_OPS_GROUPED_MATMUL_REDUCE_SCATTER_GROUPED_MATMUL_REDUCE_SCATTER_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "core/format.h"
 #include "core/layout.h"
+#include "core/quantize.h"
 #include "core/scattered_tiles.h"
 #include "core/signal.h"
 #include "ops/grouped_matmul/grouped_matmul.h"
@@ -49,8 +54,12 @@ struct GroupedMatmulReduceScatterParams {
   int32_t parts;                // SegmentedTiles::parts
   int32_t item_tokens;          // SumItems::item_tokens
   GroupedMatmulParams product;  // m = world tokens choices; one weight, and nothing after it
+  std::optional<DType> wire = {};
 
   int64_t RowBytes() const { return product.n * SizeOf(product.out_dtype); }
+  // What travels of a token: its sum, and the scales of the sum's blocks.
+  int64_t SumBytes() const { return wire ? product.n : RowBytes(); }
+  int64_t ScaleBytes() const { return wire ? product.n / kWireBlock * int64_t{sizeof(float)} : 0; }
   SumItems Items(int32_t rank) const {
     return SumItems{world, rank, parts, static_cast<int32_t>(tokens), item_tokens};
   }
@@ -64,19 +73,22 @@ struct GroupedMatmulReduceScatterParams {
         .Add(item_tokens)
         .Add(product.n)
         .Add(static_cast<int64_t>(product.out_dtype))
+        .Add(wire ? static_cast<int64_t>(*wire) : -1)
         .Get();
   }
 };
 
-// A rank receives the sums of its tokens from each peer: a row for each token, as it lies in `out`,
-// and a signal for each item.
+// A rank receives the sums of its tokens from each peer: a row for each token, as it lies in `out`
+// or quantised, and a signal for each item. Scales of all rows are behind the rows.
 struct SumLayout {
   int32_t world;
-  int32_t items;  // of a rank's tokens
-  int64_t tokens, row_bytes;
+  int32_t items;                   // of a rank's tokens
+  int64_t tokens, row_bytes;       // of y and out
+  int64_t sum_bytes, scale_bytes;  // of a token
 
   static SumLayout Make(const GroupedMatmulReduceScatterParams& p) {
-    return SumLayout{p.world, p.Items(0).OfOwner(), p.tokens, p.RowBytes()};
+    return SumLayout{p.world,      p.Items(0).OfOwner(), p.tokens,
+                     p.RowBytes(), p.SumBytes(),         p.ScaleBytes()};
   }
 
   // Peers are ordered from rank dst + 1 around to rank dst - 1. A rank sends nothing to itself.
@@ -87,12 +99,15 @@ struct SumLayout {
            static_cast<int64_t>(sizeof(Signal));
   }
   JFLUX_HD int64_t RowOffset(int dst, int src, int64_t token) const {
-    return (PlaceOf(dst, src) * tokens + token) * row_bytes;
+    return (PlaceOf(dst, src) * tokens + token) * sum_bytes;
+  }
+  JFLUX_HD int64_t ScaleOffset(int dst, int src, int64_t token) const {
+    return (world - 1) * tokens * sum_bytes + (PlaceOf(dst, src) * tokens + token) * scale_bytes;
   }
   JFLUX_HD WorkspaceLayout Workspace() const {
     const int64_t peers = world - 1;
     return WorkspaceLayout::For(peers * items * static_cast<int64_t>(sizeof(Signal)),
-                                peers * tokens * row_bytes);
+                                peers * tokens * (sum_bytes + scale_bytes));
   }
 };
 
@@ -132,6 +147,23 @@ inline int32_t ItemTokens(int64_t row_bytes) {
 }
 
 inline bool AreItemTokens(int64_t n) { return 0 < n && n <= kMostItemTokens; }
+
+// Why no kernel takes the call's wire, or "".
+inline std::string WhyNoWire(const GroupedMatmulReduceScatterParams& p) {
+  if (!p.wire) return "";
+  if (!Has(kWireFormats, *p.wire) || SizeOf(p.product.out_dtype) > 4) {
+    return "no kernel has such a wire";
+  }
+  if (p.product.n % kWireBlock == 0) return "";
+  return "a wire's blocks are parts of rows: n must be a multiple of " + std::to_string(kWireBlock);
+}
+
+// On Hopper calls with a wire have kernels of the widest tiles alone, which such calls take nearly
+// always: where one kernel pays, experts have many rows.
+inline constexpr GemmChoice kWireTile{256, 1, 16};
+inline constexpr GemmChoice ForWire(const GemmChoice& c) {
+  return c.portable || c.tile_n == kWireTile.tile_n ? c : kWireTile;
+}
 
 // Enqueues the call on `stream`.
 bool LaunchGroupedMatmulReduceScatter(const GroupedMatmulReduceScatterParams& params,

@@ -1,9 +1,11 @@
 // The CPU back end of grouped_matmul_reduce_scatter: one rank's part of the protocol, in host
 // memory.
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <vector>
 
+#include "core/wire.h"
 #include "ops/grouped_matmul/group_rows_cpu.h"
 #include "ops/grouped_matmul_reduce_scatter/grouped_matmul_reduce_scatter.h"
 #include "runtime/rank_call.h"
@@ -20,7 +22,7 @@ struct Body
   static constexpr DType kWide = sizeof(Wide) == 8 ? DType::kF64 : DType::kF32;
 
   SumItems items;
-  std::vector<Wide> row, sum;  // [n]
+  std::vector<Wide> row, sum, total;  // [n]
 
   Signal* SignalAt(int dst, int src, int32_t item) const {
     return view.At<Signal>(dst, signals + layout.SignalOffset(dst, src, item));
@@ -28,9 +30,13 @@ struct Body
   char* SlotAt(int dst, int src, int64_t token) const {
     return view.At(dst, data + layout.RowOffset(dst, src, token));
   }
+  // Of the sum's blocks, with a wire.
+  float* ScalesAt(int dst, int src, int64_t token) const {
+    return view.At<float>(dst, data + layout.ScaleOffset(dst, src, token));
+  }
 
-  // Writes this rank's part of a token's sum, of all ranks' tokens, to `to`.
-  void SumChoices(int64_t token, char* to) {
+  // Makes this rank's part of a token's sum, of all ranks' tokens.
+  void SumChoices(int64_t token) {
     std::fill(sum.begin(), sum.end(), Wide{0});
     const int32_t end = arrays.offsets[p.product.groups];
     for (int32_t j = 0; j < p.choices; ++j) {
@@ -42,12 +48,42 @@ struct Body
               row.data(), kWide, p.product.n);
       for (size_t i = 0; i < sum.size(); ++i) sum[i] += weight * row[i];
     }
-    Convert(sum.data(), kWide, to, p.product.out_dtype, p.product.n);
+  }
+  // `sum` as it travels, and from what has come.
+  void StoreSum(int dst, int64_t t) const {
+    char* slot = SlotAt(dst, view.rank, t);
+    if (!p.wire) return Convert(sum.data(), kWide, slot, p.product.out_dtype, p.product.n);
+    float* scales = ScalesAt(dst, view.rank, t);
+    ForBlocks([&](int64_t block, int64_t first) {
+      float x[kWireBlock];
+      uint32_t words[kWireBlock / 4];
+      std::copy_n(sum.data() + first, kWireBlock, x);
+      scales[block] = QuantizeForWire<OneLane, false>(x, *p.wire, words);
+      std::memcpy(slot + first, words, kWireBlock);
+    });
+  }
+  void LoadSum(int src, int64_t t) {
+    const char* slot = SlotAt(view.rank, src, t);
+    if (!p.wire) return Convert(slot, p.product.out_dtype, sum.data(), kWide, p.product.n);
+    const float* scales = ScalesAt(view.rank, src, t);
+    ForBlocks([&](int64_t block, int64_t first) {
+      float x[kWireBlock];
+      uint32_t words[kWireBlock / 4];
+      std::memcpy(words, slot + first, kWireBlock);
+      OneLane::Dequantize(words, scales[block], *p.wire, x);
+      std::copy_n(x, kWireBlock, sum.data() + first);
+    });
+  }
+  // visit(block, its first column)
+  template <typename Visit>
+  void ForBlocks(Visit&& visit) const {
+    for (int64_t b = 0; b < p.product.n / kWireBlock; ++b) visit(b, b * kWireBlock);
   }
 
   void Send(const SumItems::Item& item) {
     for (int32_t t = item.first; t < item.first + item.count; ++t) {
-      SumChoices(item.owner * p.tokens + t, SlotAt(item.owner, view.rank, t));
+      SumChoices(item.owner * p.tokens + t);
+      StoreSum(item.owner, t);
     }
     StoreRelease(SignalAt(item.owner, view.rank, item.place), signal);
   }
@@ -62,13 +98,20 @@ struct Body
     }
     std::vector<char> own(layout.row_bytes);
     for (int32_t t = item.first; t < item.first + item.count; ++t) {
-      SumChoices(view.rank * p.tokens + t, own.data());
-      std::fill(sum.begin(), sum.end(), Wide{0});
+      std::fill(total.begin(), total.end(), Wide{0});
       for (int src = 0; src < view.world; ++src) {
-        const char* part = src == view.rank ? own.data() : SlotAt(view.rank, src, t);
-        Accumulate(part, p.product.out_dtype, sum.data(), kWide, p.product.n);
+        if (src != view.rank) {
+          LoadSum(src, t);
+        } else {
+          SumChoices(view.rank * p.tokens + t);
+          if (!p.wire) {  // rounded, as the others' are
+            Convert(sum.data(), kWide, own.data(), p.product.out_dtype, p.product.n);
+            Convert(own.data(), p.product.out_dtype, sum.data(), kWide, p.product.n);
+          }
+        }
+        for (size_t i = 0; i < sum.size(); ++i) total[i] += sum[i];
       }
-      Convert(sum.data(), kWide, static_cast<char*>(arrays.out) + t * layout.row_bytes,
+      Convert(total.data(), kWide, static_cast<char*>(arrays.out) + t * layout.row_bytes,
               p.product.out_dtype, p.product.n);
     }
     return true;
@@ -117,6 +160,7 @@ bool RunRank(const GroupedMatmulReduceScatterParams& p,
              uint64_t epoch, const WaitContext& ctx) {
   Body<Wide> call{{p, arrays, SumLayout::Make(p), view, epoch, ctx},
                   p.Items(view.rank),
+                  std::vector<Wide>(p.product.n),
                   std::vector<Wide>(p.product.n),
                   std::vector<Wide>(p.product.n)};
   return call.Run();

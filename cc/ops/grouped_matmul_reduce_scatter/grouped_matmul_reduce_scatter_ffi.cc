@@ -8,13 +8,17 @@
 namespace jflux {
 namespace {
 
-// A call has the fields of SegmentedCall. The plan has the fields of a product, parts and
-// item_tokens; on the CPU only parts, item_tokens and workspace_bytes.
+// A call has the fields of SegmentedCall, and perhaps wire, the format of what travels. The plan
+// has the fields of a product, parts and item_tokens; on the CPU only parts, item_tokens and
+// workspace_bytes.
 bool PlanGroupedMatmulReduceScatter(CallReader& call, const Machine& machine, Fields* plan,
                                     std::string* why_not) {
   const SegmentedCall c = SegmentedCall::Read(call);
-  if (!call.Check(why_not)) return false;
   GroupedMatmulReduceScatterParams p{c.world, c.tokens, c.choices, 0, 1, c.product};
+  if (call.Has("wire")) p.wire = call.GetFormat("wire");
+  if (!call.Check(why_not)) return false;
+  *why_not = WhyNoWire(p);
+  if (!why_not->empty()) return false;
   if (machine.IsCpu()) {
     p.parts = p.world > 1 ? 1 : 0;
     p.item_tokens = kCpuItemTokens;
@@ -29,7 +33,8 @@ bool PlanGroupedMatmulReduceScatter(CallReader& call, const Machine& machine, Fi
     }
     p.parts = ChooseParts(p.world, c.mean_rows, p.product.groups, kLeastRowsToScatter, kFewSpans);
     p.item_tokens = ItemTokens(p.RowBytes());
-    *plan = ProductPlan{ChooseSegmented(c.OfMeanRows(p.product), machine), /*senders=*/0,
+    const GemmChoice choice = ChooseSegmented(c.OfMeanRows(p.product), machine);
+    *plan = ProductPlan{p.wire ? ForWire(choice) : choice, /*senders=*/0,
                         SumLayout::Make(p).Workspace().TotalBytes()}
                 .AsFields();
   }
@@ -45,11 +50,12 @@ struct Attributes {
   Int64s choice;  // tile_n, cluster_m, group_m and splits; on the CPU four zeros
   int64_t parts = 0, item_tokens = 0;
   bool transpose_rhs = false;
+  int64_t wire = -1;  // number of the format of what travels; -1: y's
 
   void Read(AttributeReader& read) {
     call.Read(read);
-    read("choice", &choice)("item_tokens", &item_tokens)("parts", &parts)("transpose_rhs",
-                                                                          &transpose_rhs);
+    read("choice", &choice)("item_tokens", &item_tokens)("parts", &parts)(
+        "transpose_rhs", &transpose_rhs)("wire", &wire);
   }
 };
 
@@ -76,6 +82,9 @@ struct Call : CallOf<kGroupedMatmulReduceScatterId, GroupedMatmulReduceScatterCp
     product.dtype = *dtype;
     product.out_dtype = *out_dtype;
     product.transpose_rhs = a.transpose_rhs;
+    if (a.wire >= kFormatCount) return false;
+    if (a.wire >= 0) p.wire = static_cast<DType>(a.wire);
+    if (!WhyNoWire(p).empty()) return false;
     const int64_t rows = a.transpose_rhs ? product.n : product.k;
     const int64_t columns = a.transpose_rhs ? product.k : product.n;
     const auto wide = *out_dtype == DType::kF64 ? ffi::F64 : ffi::F32;
@@ -124,7 +133,8 @@ struct CallOnCuda : Call {
     if (!ReadOperands(a, h, w, weights, offsets, destination, source, *out, *y)) return kDoNotFit;
     const auto given = ChoiceOf(a.choice);
     if (!given || !IsGroupedChoice(*given, /*gated=*/false) ||
-        !ArePossibleParts(p.parts, p.world, p.product.groups)) {
+        !ArePossibleParts(p.parts, p.world, p.product.groups) ||
+        (p.wire && !(ForWire(*given) == *given))) {
       return kNoKernel;
     }
     choice = *given;

@@ -42,6 +42,7 @@ bool LaunchGroupedMatmulReduceScatter80(const GroupedMatmulReduceScatterParams& 
   args.source = arrays.source;
   args.weights = static_cast<const float*>(arrays.weights);
   args.out = static_cast<char*>(arrays.out);
+  if (params.wire) args.wire = *params.wire;
   const int table_bytes =
       4 * (args.groups.groups * args.order.Segments() + 1 + args.order.Classes());
   return LaunchGemmInstance80<GroupedMatmulReduceScatterKernels80, kOf16Bits>(

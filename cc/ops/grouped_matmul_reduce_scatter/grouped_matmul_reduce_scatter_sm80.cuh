@@ -43,6 +43,7 @@ struct GroupedMatmulReduceScatterArgs80 : GroupedMatmulArgs80 {
   const int32_t* source;
   const float* weights;
   char* out;
+  DType wire;  // of sums that travel quantised; those have scales in the layout
 
   __device__ __forceinline__ const void* Y() const { return y; }
   // Blocks of a class that have been stored (core/tile_counts.h).
@@ -81,8 +82,8 @@ struct GroupedMatmulReduceScatterSm80 : GroupedMatmulSm80<Config_> {
     static constexpr int kMostTerms = 1;
   };
 
-  // Of results of type U.
-  template <typename U>
+  // Of results of type U, perhaps with a wire.
+  template <typename U, bool kWire>
   struct Sums {
     // Called by a full warp. Sums one item if that can be done; with `waits`, waits until it can.
     // False if it cannot, or there are no more.
@@ -114,8 +115,8 @@ struct GroupedMatmulReduceScatterSm80 : GroupedMatmulSm80<Config_> {
           AwaitPeer(call, ItemSignal(args, call, item.owner, lane, item.place), lane, item.place);
         }
         __syncwarp();
-        TokenSums<Args, U, /*kVectors=*/1, /*kBatch=*/4, /*kSetsAll=*/true>::SumItem(args, call,
-                                                                                     item);
+        TokenSums<Args, U, /*kVectors=*/1, /*kBatch=*/4, kWire, /*kSetsAll=*/true>::SumItem(
+            args, call, item);
       }
       if (lane == 0) Held() = -1;
       return true;
@@ -129,8 +130,12 @@ struct GroupedMatmulReduceScatterSm80 : GroupedMatmulSm80<Config_> {
   }
   static __device__ __forceinline__ bool SumOne(const Args& args, const CallContext& call,
                                                 uint32_t smem, bool waits) {
-    return args.out_f32 ? Sums<float>::One(args, call, smem, waits)
-                        : Sums<T>::One(args, call, smem, waits);
+    if (args.layout.scale_bytes > 0) {
+      return args.out_f32 ? Sums<float, true>::One(args, call, smem, waits)
+                          : Sums<T, true>::One(args, call, smem, waits);
+    }
+    return args.out_f32 ? Sums<float, false>::One(args, call, smem, waits)
+                        : Sums<T, false>::One(args, call, smem, waits);
   }
 
   struct Epilogue : Base::Epilogue {

@@ -14,7 +14,10 @@ struct Kernels : GroupedMatmulReduceScatterKernels {
 }  // namespace
 
 bool LoadGroupedMatmulReduceScatterKernels(std::string* error) {
-  return LoadBothLoops(LoadForward<Kernels>, LoadGroupedMatmulReduceScatterKernels80, error);
+  const auto hoppers = [](std::string* error) {
+    return LoadForward<Kernels>(error) && LoadGroupedMatmulReduceScatterWireKernels(error);
+  };
+  return LoadBothLoops(hoppers, LoadGroupedMatmulReduceScatterKernels80, error);
 }
 
 bool LaunchGroupedMatmulReduceScatter(const GroupedMatmulReduceScatterParams& params,
@@ -53,6 +56,10 @@ bool LaunchGroupedMatmulReduceScatter(const GroupedMatmulReduceScatterParams& pa
   args.out = static_cast<char*>(arrays.out);
   // All CTAs are of use, however few tiles there are: they sum.
   const int sms = Min(device.sm_count, kMostSms);
+  if (params.wire) {
+    args.wire = *params.wire;
+    return LaunchGroupedMatmulReduceScatterWire(p, choice, &args, sms, stream, error);
+  }
   LaunchGrouped<Kernels> launch{choice, &args, /*most_tiles=*/sms, sms, stream, error};
   return ForForwardConfigs(p.dtype, p.transpose_rhs, launch) && !launch.failed;
 }

@@ -38,6 +38,7 @@ struct GroupedMatmulReduceScatterArgs : GroupedMatmulArgs {
   const int32_t* source;
   const float* weights;
   char* out;
+  DType wire;  // with kWire
 
   __device__ __forceinline__ const void* Y() const { return y_data; }
   // Blocks of a class that have been stored (core/tile_counts.h).
@@ -87,7 +88,8 @@ class ClassTable {
   uint32_t blocks_;
 };
 
-template <typename Config_>
+// kWire: sums travel quantised.
+template <typename Config_, bool kWire = false>
 struct GroupedMatmulReduceScatterSm90 : GroupedMatmulSm90<Config_> {
   using Config = Config_;
   using Args = GroupedMatmulReduceScatterArgs;
@@ -174,9 +176,9 @@ struct GroupedMatmulReduceScatterSm90 : GroupedMatmulSm90<Config_> {
     template <int kVectors, int kBatch>
     static __device__ void Sums(const Args& args, const CallContext& call, const Table& table) {
       if (args.out_f32) {
-        TokenSums<Args, float, kVectors, kBatch>::Run(args, call, table);
+        TokenSums<Args, float, kVectors, kBatch, kWire>::Run(args, call, table);
       } else {
-        TokenSums<Args, T, kVectors, kBatch>::Run(args, call, table);
+        TokenSums<Args, T, kVectors, kBatch, kWire>::Run(args, call, table);
       }
       __syncwarp();
     }
@@ -184,6 +186,13 @@ struct GroupedMatmulReduceScatterSm90 : GroupedMatmulSm90<Config_> {
 };
 
 JFLUX_GEMM_KERNEL(GroupedMatmulReduceScatter);
+
+// The kernels with a wire (grouped_matmul_reduce_scatter_wire_sm90.cu), of ForWire's choices.
+bool LoadGroupedMatmulReduceScatterWireKernels(std::string* error);
+bool LaunchGroupedMatmulReduceScatterWire(const GroupedMatmulParams& product,
+                                          const GemmChoice& choice,
+                                          GroupedMatmulReduceScatterArgs* args, int sms,
+                                          cudaStream_t stream, std::string* error);
 
 }  // namespace jflux
 

@@ -4,6 +4,7 @@
 #define JFLUX_OPS_GROUPED_MATMUL_REDUCE_SCATTER_TOKEN_SUMS_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/scattered_tiles.h"
 #include "core/tile_counts.h"
@@ -11,6 +12,7 @@
 #include "gpu/ptx.cuh"
 #include "gpu/vector.cuh"
 #include "gpu/warp_scan.cuh"
+#include "gpu/wire.cuh"
 #include "ops/grouped_matmul/span_table.cuh"
 #include "ops/grouped_matmul_reduce_scatter/grouped_matmul_reduce_scatter.h"
 
@@ -31,6 +33,14 @@ __device__ __forceinline__ char* SlotOf(const Args& args, const CallContext& cal
       dst, args.workspace.DataOffset(call.epoch) + args.layout.RowOffset(dst, src, token));
 }
 
+// The scales of its blocks, with a wire.
+template <typename Args>
+__device__ __forceinline__ char* ScalesOf(const Args& args, const CallContext& call, int dst,
+                                          int src, int64_t token) {
+  return args.view.At(
+      dst, args.workspace.DataOffset(call.epoch) + args.layout.ScaleOffset(dst, src, token));
+}
+
 // The m64 blocks of a class, of all groups: in the last lane of a full warp.
 template <typename Args>
 __device__ __forceinline__ int32_t BlocksOfClass(const Args& args, const Spans& spans, int32_t c) {
@@ -45,8 +55,9 @@ __device__ __forceinline__ int32_t BlocksOfClass(const Args& args, const Spans& 
 // The sums of grouped_matmul_reduce_scatter's kernel, as work items (core/scattered_tiles.h): send
 // warps take them while tiles are computed, consumers when there are no more tiles.
 //
-//   writes  of a peer's item: slots in the peer's workspace, then the item's signal. Of an own
-//           item: out
+//   writes  of a peer's item: slots in the peer's workspace, with a wire scales too, then the
+//   item's
+//           signal. Of an own item: out
 //   waits   for the tiles of this rank that have the item's rows (core/tile_counts.h). Of an own
 //           item: for the same item of every peer
 //   order   y's rows were written by TMA or by consumers, and counted with release at GPU scope;
@@ -60,9 +71,10 @@ __device__ __forceinline__ int32_t BlocksOfClass(const Args& args, const Spans& 
 // taken, by warps that wait only for tiles.
 
 // T: of y and the sums, a 16-bit type or float. Each lane has kVectors vectors of the item at a
-// time, and loads kBatch rows of each together. kSetsAll: in a loop with a main loop, through which
-// registers would be held that are not always set.
-template <typename Args, typename T, int kVectors, int kBatch, bool kSetsAll = false>
+// time, and loads kBatch rows of each together. kWire: sums are quantised when they are sent.
+// kSetsAll: in a loop with a main loop, through which registers would be held that are not always
+// set.
+template <typename Args, typename T, int kVectors, int kBatch, bool kWire, bool kSetsAll = false>
 class TokenSums {
  public:
   // Takes items until none is left. Called by a full warp.
@@ -116,6 +128,10 @@ class TokenSums {
   }
 
  private:
+  // Lanes with a vector each have a block of a wire.
+  using Codec = quantize::LanesOfAny<static_cast<int>(kWireBlock) / Vector<T>::kSize>;
+  static constexpr int kWords = Vector<T>::kSize / 4;  // of a vector's values in a wire
+
   // Vectors of a row.
   static __device__ int32_t Columns(const Args& args) { return args.n / Vector<T>::kSize; }
 
@@ -153,7 +169,15 @@ class TokenSums {
         }
       }
     }
-    if (is_own) AddPeers(args, call, item, v, sums);
+    if constexpr (kWire) {
+      if (!is_own) {
+        SendQuantized(args, call, item, v, sums);
+        return;
+      }
+      AddQuantized(args, call, item, v, sums);
+    } else {
+      if (is_own) AddPeers(args, call, item, v, sums);
+    }
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
       const int32_t at = v + 32 * u;
@@ -161,6 +185,89 @@ class TokenSums {
       char* to = is_own ? args.out + item.first * args.layout.row_bytes
                         : SlotOf(args, call, item.owner, args.view.rank, item.first);
       ptx::StoreGlobal16(to + int64_t{at} * 16, sums[u].Rounded());
+    }
+  }
+
+  // Stores them, quantised, to the owner's slots.
+  static __device__ void SendQuantized(const Args& args, const CallContext& call,
+                                       const SumItems::Item& item, int32_t v,
+                                       const Vector<T> (&sums)[kVectors]) {
+    const int32_t all = item.count * Columns(args);
+    char* const slot = SlotOf(args, call, item.owner, args.view.rank, item.first);
+    char* const scales = ScalesOf(args, call, item.owner, args.view.rank, item.first);
+    float mine = 0;  // the scale of the block of vector v + 32 lane()
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      const int32_t at = v + 32 * u;
+      if (at >= all) continue;  // so have all lanes of the block
+      uint32_t words[kWords];
+      const float scale = QuantizeForWire<Codec, false>(sums[u].v, args.wire, words);
+      StoreWords(slot + int64_t{at} * Vector<T>::kSize, words);
+      if (Codec::lane() == u) mine = scale;
+    }
+    // Those of the warp are stored together.
+    const int32_t at = v + 32 * Codec::lane();
+    if (Codec::lane() < kVectors && at < all) {
+      reinterpret_cast<float*>(scales)[at / Codec::kLanes] = mine;
+    }
+  }
+  static __device__ __forceinline__ void StoreWords(char* to, const uint32_t (&words)[kWords]) {
+    if constexpr (kWords == 1) {
+      *reinterpret_cast<uint32_t*>(to) = words[0];
+    } else {
+      *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+    }
+  }
+  // A part that a peer has quantised.
+  struct Quantized {
+    uint32_t words[kWords];
+    float scale;
+
+    static __device__ __forceinline__ Quantized Load(const char* slot, const char* scales,
+                                                     int32_t at) {
+      const char* from = slot + int64_t{at} * Vector<T>::kSize;
+      Quantized part;
+      if constexpr (kWords == 1) {
+        part.words[0] = ptx::LoadGlobal4(from);
+      } else {
+        const uint2 loaded = ptx::LoadGlobal8(from);
+        part.words[0] = loaded.x, part.words[1] = loaded.y;
+      }
+      part.scale = __uint_as_float(ptx::LoadGlobal4(scales + at / Codec::kLanes * 4));
+      return part;
+    }
+    __device__ __forceinline__ Vector<T> Value(DType wire) const {
+      Vector<T> x;
+      Codec::Dequantize(words, scale, wire, x.v);
+      return x;
+    }
+  };
+
+  // The sums over ranks, in their order: peers' parts as they have come, and the own one as it is.
+  static __device__ void AddQuantized(const Args& args, const CallContext& call,
+                                      const SumItems::Item& item, int32_t v,
+                                      Vector<T> (&sums)[kVectors]) {
+    const int32_t all = item.count * Columns(args);
+    Vector<T> own[kVectors];
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      own[u] = sums[u];
+      sums[u] = Vector<T>{};
+    }
+#pragma unroll 1
+    for (int src = 0; src < args.view.world; ++src) {
+      Quantized parts[kVectors];
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u) {
+        const int32_t at = v + 32 * u;
+        if (src == args.view.rank || at >= all) continue;
+        parts[u] = Quantized::Load(SlotOf(args, call, args.view.rank, src, item.first),
+                                   ScalesOf(args, call, args.view.rank, src, item.first), at);
+      }
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u) {
+        sums[u].Add(src == args.view.rank ? own[u] : parts[u].Value(args.wire));
+      }
     }
   }
 

@@ -125,7 +125,7 @@ def grouped_matmul_reduce_scatter(
       weights: of the tokens' choices; None: ones.
       transpose_rhs, preferred_element_type: as in :func:`jflux.grouped_matmul`.
       wire: as in :func:`jflux.matmul_reduce_scatter`, of the tokens' sums, which are quantised as
-        they are in float32, and not in the kernel.
+        they are in float32: in the kernel for H a multiple of 128, else after a grouped product.
       grad_wire: likewise, of the cotangent that is gathered, and of the tangents' sums.
 
     Returns:
@@ -294,6 +294,7 @@ def _call(arrays: Arrays, params: Params) -> dict[str, int]:
         "out_dtype": _native.dtype_number(params.out_dtype),
         "transpose_rhs": int(params.transpose_rhs),
         "owners": params.owners,
+        **({} if params.wire is None else {"wire": _native.dtype_number(params.wire)}),
     }
 
 
@@ -304,8 +305,10 @@ def _shapes(arrays: Arrays, params: Params) -> list[ShapeDtype]:
     return [(shape, params.out_dtype) for shape in shapes]
 
 
-def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
+def _takes(call: Call, machine: Machine) -> Plan | WhyNot | None:
     params, kept = call.params, _Operands(*call.arrays)
+    if params.wire is not None and _why_exact(call, machine):
+        return None
     if why := _product.kernel_takes(
         kept.h, kept.w, params.out_dtype, params.world, machine.platform
     ):
@@ -324,7 +327,8 @@ def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
         why = _grouped_primitives.why_one_class(fields, _native.FEW_SPANS)
         return WhyNot(f"{why}, and all sums would wait for all tiles")
     way = "tiles of peers' tokens first" if native["parts"] else "tiles in the order of experts"
-    return plans.fused(f"one kernel multiplies, sums and scatters, {way}", native)
+    how = "" if params.wire is None else f", sums in {params.wire}"
+    return plans.fused(f"one kernel multiplies, sums and scatters{how}, {way}", native)
 
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
@@ -333,6 +337,7 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
         "item_tokens": np.int64(plan.config["item_tokens"]),
         "parts": np.int64(plan.config["parts"]),
         "transpose_rhs": params.transpose_rhs,
+        "wire": np.int64(-1 if params.wire is None else _native.dtype_number(params.wire)),
     }
 
 
@@ -347,10 +352,14 @@ _op = Op(
     # Where no kernel can reach the peers, the grouped product's own kernel is still of use.
     reference=_in_two_steps,
     forms=(
-        _quantized_exchange.form(
-            _why_exact, "a grouped product, and a reduce-scatter", _without_wire, _in_two_steps
-        ),
         forms.kernel(_takes, _attributes),
+        _quantized_exchange.form(
+            _why_exact,
+            "a grouped product, and a reduce-scatter",
+            _without_wire,
+            _in_two_steps,
+            _takes,
+        ),  # fmt: skip
         forms.decomposed(_in_two_steps, "a grouped product, then a reduce-scatter"),
     ),
     batch=_product.bind_one_by_one,
