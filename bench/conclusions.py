@@ -10,6 +10,9 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from jflux._ops._wire import WIRES
+from jflux._ops.collectives._quantized_exchange import LEAST_BYTES
+
 from . import code_bases, grids, xla
 from .earlier import changes_after
 from .sections import Results, filled_table, of_kind, plain_table, ranks_of, short_gpus
@@ -44,6 +47,7 @@ class Pair:
       theirs: its columns; likewise the shortest.
       form: what stands behind the columns' names.
       whole: they are times of one GPU, which are divided by the ranks.
+      rows: those that count.
     """
 
     what: str | Callable[[Row], str]
@@ -52,6 +56,15 @@ class Pair:
     theirs: tuple[str, ...]
     form: str = ""
     whole: bool = False
+    rows: Callable[[Row], bool] = lambda row: True
+
+
+def _has_wire(row: Row) -> bool:
+    return "wire=" in row["op"]
+
+
+def _takes_wire(row: Row) -> bool:
+    return _has_wire(row) and row["bytes"] >= LEAST_BYTES
 
 
 XLA = "XLA's own sequence"
@@ -111,7 +124,10 @@ PAIRS: dict[str, list[Pair]] = {
     ],
     "gathered": [Pair("gathered rows, grouped product", ("J",), "its two steps", ("two",))],
     "scattered": [Pair("grouped product, scattered sums", ("J",), "its two steps", ("two",))],
-    "collectives": [Pair(_op, ("J",), CAPTURED, ("S", "C"))],
+    "collectives": [
+        Pair(_op, ("J",), CAPTURED, ("S", "C"), rows=lambda row: not _has_wire(row)),
+        Pair(_op, WIRES, "exact data, by jflux or XLA", ("J", "S", "C"), rows=_takes_wire),
+    ],
     "products": [
         Pair("product alone, w [k, n]", ("kn",), "XLA's", ("G",)),
         Pair("product alone, w [n, k]", ("nk",), "XLA's", ("G nk",)),
@@ -204,7 +220,7 @@ def compared(
                 ranks, machine = ranks_of(result), result["machine"]
                 if ("note" in machine and not noted) or (pair.whole and ranks == 1):
                     continue  # nothing is split on one GPU
-                for row in result[kind]:
+                for row in filter(pair.rows, result[kind]):
                     ours = _least(row, pair.ours, pair.form)
                     theirs = _least(row, pair.theirs, pair.form)
                     if ours and theirs:

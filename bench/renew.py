@@ -37,6 +37,7 @@ RUNS = {
     "xla": "bench.xla --ranks {ranks}",
     "peers": "bench --ranks {ranks} --lists flux,llm,attention --peers pallas,torch",
     "ragged": "bench.collectives --ranks {ranks} --lists ragged",
+    "wires": "bench.collectives --ranks {ranks} --lists wire,wire_pair",
     "experts": "bench.experts --ranks {ranks}",
     "gathered": "bench.gathered --ranks {ranks}",
     "scattered": "bench.scattered --ranks {ranks}",

@@ -166,6 +166,11 @@ def _of_split_mixtures(
     return Section(_of(heading), kind, what, _rows(kind, columns, cells))
 
 
+def _if_any(part: str, then: str, otherwise: str) -> Callable[[dict], str]:
+    """A note on collectives, by whether any row's op has this in its name."""
+    return lambda result: then if any(part in r["op"] for r in result["collectives"]) else otherwise
+
+
 #: In the order of the page.
 SECTIONS: dict[str, Section] = {
     "xla": Section(
@@ -297,15 +302,21 @@ SECTIONS: dict[str, Section] = {
         lambda result: _of(
             "Ragged exchanges, bf16, microseconds a call"
             if all(row["op"] == "ragged_all_to_all" for row in result["collectives"])
+            else "Collectives with a wire of 8 bits, bf16, microseconds a call"
+            if all("wire=" in row["op"] for row in result["collectives"])
             else "Small collectives, bf16, microseconds a call"
         )(result),
         "collectives",
-        _always(
+        _if_any(
+            "wire=",
+            "S, C and J send exact data; below 3 MiB so does a call with a wire, unless "
+            "`always=True`. S is XLA's own, C the same with XLA told to put its collectives into "
+            "CUDA graphs, J what jflux chooses.",
             "S is XLA's own, C the same with XLA told to put its collectives into CUDA graphs, J "
             "what jflux chooses. With a norm, `apart` is jflux's sum with XLA's norm after it, and "
             "`alone` the sum. J and the algorithm that it chooses are one program: what they "
             "differ by is noise. Empty fields were not timed: LL packets of more than 16 MiB, and "
-            "algorithms newer than the run."
+            "algorithms newer than the run.",
         ),
         lambda result: collective_tables(result["collectives"]),
     ),
