@@ -70,10 +70,12 @@ inline uint32_t TransposeMatrix(uint32_t two) {
       });
 }
 
-// c [16, 8] += a [16, 16] @ b [16, 8] (mma.sync.m16n8k16). Lane l has, with g = l / 4 and
-// p = 2 (l % 4):  a[0..3]  rows g, g + 8, g, g + 8 and columns p, p, p + 8, p + 8
-//                 b0, b1   rows p and p + 8 (and the next ones), column g
-//                 c        rows g, g, g + 8, g + 8 and columns p, p + 1, p, p + 1
+// c [16, 8] += a [16, 8 w] @ b [8 w, 8] (mma.sync.m16n8k16, and m16n8k8 of floats). A word has w
+// elements. Lane l has, with g = l / 4 and p = w (l % 4):
+//
+//   a[0..3]  rows g, g + 8, g, g + 8 and columns p, p, p + 4 w, p + 4 w (and the next ones)
+//   b0, b1   rows p and p + 4 w (and the next ones), column g
+//   c        rows g, g, g + 8, g + 8 and columns q, q + 1, q, q + 1, with q = 2 (l % 4)
 template <typename T>
 void Multiply16x8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   struct Offer {
@@ -83,22 +85,26 @@ void Multiply16x8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   } mine{{a[0], a[1], a[2], a[3]}, {b0, b1}, c};
   Meet("mma.sync", 0xffffffff, &mine, [](void* const* offers) {
     const auto of = [&](int lane) { return static_cast<Offer*>(offers[lane]); };
+    using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+    constexpr int kOfWord = 4 / sizeof(T), kDepth = 8 * kOfWord;
     const auto element = [](uint32_t word, int i) {
-      return static_cast<float>(BitsAs<T>(static_cast<uint16_t>(word >> 16 * i)));
+      return static_cast<float>(BitsAs<T>(static_cast<Bits>(word >> 8 * sizeof(T) * i)));
     };
-    float rows[16][16], columns[16][8];
+    float rows[16][kDepth], columns[kDepth][8];
     for (int lane = 0; lane < 32; ++lane) {
-      const int g = lane / 4, p = 2 * (lane % 4);
-      for (int i = 0; i < 8; ++i) {
-        rows[g + 8 * (i / 2 % 2)][p + 8 * (i / 4) + i % 2] = element(of(lane)->a[i / 2], i % 2);
+      const int g = lane / 4, p = kOfWord * (lane % 4);
+      for (int e = 0; e < kOfWord; ++e) {
+        for (int i = 0; i < 4; ++i) {
+          rows[g + 8 * (i % 2)][p + 4 * kOfWord * (i / 2) + e] = element(of(lane)->a[i], e);
+        }
+        for (int i = 0; i < 2; ++i)
+          columns[p + 4 * kOfWord * i + e][g] = element(of(lane)->b[i], e);
       }
-      for (int i = 0; i < 4; ++i)
-        columns[p + 8 * (i / 2) + i % 2][g] = element(of(lane)->b[i / 2], i % 2);
     }
     for (int lane = 0; lane < 32; ++lane) {
       for (int i = 0; i < 4; ++i) {
         const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
-        for (int k = 0; k < 16; ++k) of(lane)->c[i] += rows[row][k] * columns[k][column];
+        for (int k = 0; k < kDepth; ++k) of(lane)->c[i] += rows[row][k] * columns[k][column];
       }
     }
   });
