@@ -268,11 +268,13 @@ def test_plans():
         assert "all_gather_matmul  " not in of_large and "chunked in int8" in of_large
 
 
-def _hopper_plan(wire="int8", n=384, rows=512, k=256, dtype=jnp.bfloat16, out=jnp.bfloat16):
-    """The plan of a call of 2 ranks on Hopper."""
+def _hopper_plan(
+    wire="int8", n=384, rows=512, k=256, dtype=jnp.bfloat16, out=jnp.bfloat16, arch=90
+):
+    """The plan of a call of 2 ranks on Hopper, or on other GPUs."""
     x, w = jax.ShapeDtypeStruct((rows, k), dtype), jax.ShapeDtypeStruct((n, k), dtype)
     params = matmul_reduce_scatter.Params(("tp",), 2, 0, True, np.dtype(out), wire=wire)
-    machine = Machine("cuda", sm_count=132, link_gbps=320, heap_bytes=1 << 30)
+    machine = Machine("cuda", sm_count=132, link_gbps=320, heap_bytes=1 << 30, arch=arch)
     return matmul_reduce_scatter._op.plan((x, w), params, machine)
 
 
@@ -298,6 +300,23 @@ def test_kernel():
     with jflux.config(always=False, unchecked_kernels=False):
         assert _hopper_plan(rows=8192).reason == "parts travel in int8"
         assert _hopper_plan().reason.startswith("exact: ")
+
+
+def test_portable_kernel():
+    """In portable code of any rows, and of int8; of float8 where there are instructions."""
+    with jflux.config(unchecked_kernels=True):
+        for taken in (
+            {"rows": 30}, {"arch": 89, "dtype": jnp.float8_e4m3fn}, {"dtype": jnp.int8},
+            {"dtype": np.float16, "out": np.float32},
+        ):  # fmt: skip
+            plan = _hopper_plan(**({"arch": 80} | taken))
+            assert plan.path == Path.FUSED and plan.reason.startswith("parts travel in int8"), taken
+        for no_kernel, why in (
+            ({"n": 320}, "n must be a multiple of 128"), ({"dtype": np.float32}, "float32"),
+            ({"dtype": jnp.float8_e4m3fn}, "float8_e4m3fn"),
+        ):  # fmt: skip
+            plan = _hopper_plan(arch=80, **no_kernel)
+            assert plan.path == Path.DECOMPOSED and why in plan.reason, no_kernel
 
 
 def test_large_calls():

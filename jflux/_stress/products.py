@@ -202,16 +202,19 @@ def scaled(rng: random.Random, place: Place) -> Case:
 
 
 def quantized_scatter(rng: random.Random, place: Place) -> Case:
-    """A matmul_reduce_scatter whose partial products travel in 8 bits, in its kernel: of at least
-    256 rows of a rank, which are whole tiles or not; also of operands with scales. A part is off by
-    half a step."""
+    """A matmul_reduce_scatter whose parts travel in 8 bits, in its kernel: of whole tiles or not,
+    on Hopper of at least 256 rows of a rank; also of operands with scales. A part is off by half a
+    step."""
     world, wire = place.world, rng.choice(WIRES)
     of_8 = place.platform == "cuda" and rng.random() < 0.4
-    by_block = of_8 and rng.random() < 0.5
-    rows = world * rng.choice([256, 300, 512])
+    portable = place.platform == "cuda" and gpu_code.runs_portable()
+    by_block = of_8 and not portable and rng.random() < 0.5
+    rows = world * rng.choice([7, 30, 100, 300] if portable else [256, 300, 512])
     ns = [n for n in (384, 512, 896) if rows * n * 64 * world <= place.most_products]
     n, k = rng.choice(ns or [128]), rng.choice([520, 1040] if by_block else [64, 72, 256])
     dtype = jnp.float8_e4m3fn if of_8 else rng.choice(HALVES)
+    if portable and of_8 and rng.random() < 0.5:
+        dtype = jnp.int8
     out = rng.choice([jnp.bfloat16 if of_8 else None, jnp.float32])
     call = Call(
         "matmul_reduce_scatter", (rows,), k, n, 0, dtype, out, transpose_rhs=rng.random() < 0.5

@@ -4,7 +4,6 @@
 #define JFLUX_OPS_GROUPED_MATMUL_REDUCE_SCATTER_TOKEN_SUMS_CUH_
 
 #include <cstdint>
-#include <type_traits>
 
 #include "core/scattered_tiles.h"
 #include "core/tile_counts.h"
@@ -56,8 +55,7 @@ __device__ __forceinline__ int32_t BlocksOfClass(const Args& args, const Spans& 
 // warps take them while tiles are computed, consumers when there are no more tiles.
 //
 //   writes  of a peer's item: slots in the peer's workspace, with a wire scales too, then the
-//   item's
-//           signal. Of an own item: out
+//           item's signal. Of an own item: out
 //   waits   for the tiles of this rank that have the item's rows (core/tile_counts.h). Of an own
 //           item: for the same item of every peer
 //   order   y's rows were written by TMA or by consumers, and counted with release at GPU scope;
@@ -130,7 +128,7 @@ class TokenSums {
  private:
   // Lanes with a vector each have a block of a wire.
   using Codec = quantize::LanesOfAny<static_cast<int>(kWireBlock) / Vector<T>::kSize>;
-  static constexpr int kWords = Vector<T>::kSize / 4;  // of a vector's values in a wire
+  using Sent = quantize::WireVector<Vector<T>::kSize>;
 
   // Vectors of a row.
   static __device__ int32_t Columns(const Args& args) { return args.n / Vector<T>::kSize; }
@@ -200,10 +198,10 @@ class TokenSums {
     for (int u = 0; u < kVectors; ++u) {
       const int32_t at = v + 32 * u;
       if (at >= all) continue;  // so have all lanes of the block
-      uint32_t words[kWords];
-      const float scale = QuantizeForWire<Codec, false>(sums[u].v, args.wire, words);
-      StoreWords(slot + int64_t{at} * Vector<T>::kSize, words);
-      if (Codec::lane() == u) mine = scale;
+      Sent sent;
+      sent.scale = QuantizeForWire<Codec, false>(sums[u].v, args.wire, sent.words);
+      sent.StoreWords(slot + int64_t{at} * Vector<T>::kSize);
+      if (Codec::lane() == u) mine = sent.scale;
     }
     // Those of the warp are stored together.
     const int32_t at = v + 32 * Codec::lane();
@@ -211,38 +209,6 @@ class TokenSums {
       reinterpret_cast<float*>(scales)[at / Codec::kLanes] = mine;
     }
   }
-  static __device__ __forceinline__ void StoreWords(char* to, const uint32_t (&words)[kWords]) {
-    if constexpr (kWords == 1) {
-      *reinterpret_cast<uint32_t*>(to) = words[0];
-    } else {
-      *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
-    }
-  }
-  // A part that a peer has quantised.
-  struct Quantized {
-    uint32_t words[kWords];
-    float scale;
-
-    static __device__ __forceinline__ Quantized Load(const char* slot, const char* scales,
-                                                     int32_t at) {
-      const char* from = slot + int64_t{at} * Vector<T>::kSize;
-      Quantized part;
-      if constexpr (kWords == 1) {
-        part.words[0] = ptx::LoadGlobal4(from);
-      } else {
-        const uint2 loaded = ptx::LoadGlobal8(from);
-        part.words[0] = loaded.x, part.words[1] = loaded.y;
-      }
-      part.scale = __uint_as_float(ptx::LoadGlobal4(scales + at / Codec::kLanes * 4));
-      return part;
-    }
-    __device__ __forceinline__ Vector<T> Value(DType wire) const {
-      Vector<T> x;
-      Codec::Dequantize(words, scale, wire, x.v);
-      return x;
-    }
-  };
-
   // The sums over ranks, in their order: peers' parts as they have come, and the own one as it is.
   static __device__ void AddQuantized(const Args& args, const CallContext& call,
                                       const SumItems::Item& item, int32_t v,
@@ -256,17 +222,20 @@ class TokenSums {
     }
 #pragma unroll 1
     for (int src = 0; src < args.view.world; ++src) {
-      Quantized parts[kVectors];
+      Sent parts[kVectors];
 #pragma unroll
       for (int u = 0; u < kVectors; ++u) {
         const int32_t at = v + 32 * u;
         if (src == args.view.rank || at >= all) continue;
-        parts[u] = Quantized::Load(SlotOf(args, call, args.view.rank, src, item.first),
-                                   ScalesOf(args, call, args.view.rank, src, item.first), at);
+        parts[u] = Sent::Load(
+            SlotOf(args, call, args.view.rank, src, item.first) + int64_t{at} * Vector<T>::kSize,
+            ScalesOf(args, call, args.view.rank, src, item.first) + at / Codec::kLanes * 4);
       }
 #pragma unroll
       for (int u = 0; u < kVectors; ++u) {
-        sums[u].Add(src == args.view.rank ? own[u] : parts[u].Value(args.wire));
+        Vector<T> part = own[u];
+        if (src != args.view.rank) parts[u].Dequantize(args.wire, part.v);
+        sums[u].Add(part);
       }
     }
   }

@@ -142,23 +142,26 @@ inline std::string WhyNoKernel(const MatmulReduceScatterParams& p, FormatSet mac
                         p.k, p.n, p.transpose_rhs);
 }
 
-// The same of calls with a wire, whose kernels are few: of 16 bits, and of e4m3.
+// The same of calls with a wire. Hopper's kernels are few: of 16 bits, and of e4m3.
 inline constexpr OpFormats kMatmulReduceScatterWireFormats{kHalves | SetOf(DType::kF8E4M3FN),
                                                            kMatmulReduceScatterFormats.results};
-inline std::string WhyNoWireKernel(const MatmulReduceScatterParams& p, bool portable) {
-  if (portable) return "the portable main loop has no wire";
+// Those in portable code: all but float32.
+inline constexpr FormatSet kScatteredInWire80 =
+    kHalves | SetOf(DType::kS8, DType::kF8E4M3FN, DType::kF8E5M2);
+inline std::string WhyNoWireKernel(const MatmulReduceScatterParams& p, bool portable,
+                                   FormatSet machine) {
   if (!Has(kWireFormats, *p.wire)) return "no kernel has such a wire";
   if (p.n % kWireBlock != 0) {
     return "a wire's blocks are parts of rows: n must be a multiple of " +
            std::to_string(kWireBlock);
   }
-  if (p.rows.PerRank() < 2 * kGemmTileM) {
+  if (!portable && p.rows.PerRank() < 2 * kGemmTileM) {
     return "with a wire ranks have at least " + std::to_string(2 * kGemmTileM) + " rows";
   }
-  if (p.DTypeOfW() != p.dtype) return "with a wire x and w have the same type";
-  const std::string why = WhyNoKernel(p, kWgmmaFormats);
-  if (!why.empty()) return why;
-  return WhyNotFormats(kMatmulReduceScatterWireFormats, kWgmmaFormats, p.dtype, p.DTypeOfW(),
+  if (!portable && p.DTypeOfW() != p.dtype) return "with a wire x and w have the same type";
+  const std::string why = WhyNoKernel(p, portable ? machine & kScatteredInWire80 : machine);
+  if (portable || !why.empty()) return why;
+  return WhyNotFormats(kMatmulReduceScatterWireFormats, machine, p.dtype, p.DTypeOfW(),
                        p.out_dtype);
 }
 // The choice for a call with a wire, with groups of as many rows: its tiles have whole blocks.

@@ -23,8 +23,8 @@ bool PlanMatmulReduceScatter(CallReader& reader, const Machine& machine, Fields*
     return true;
   }
   const bool portable = IsForPortable(machine);
-  const std::string refused =
-      p.wire ? WhyNoWireKernel(p, portable) : WhyNoKernel(p, FormatsOf(machine));
+  const std::string refused = p.wire ? WhyNoWireKernel(p, portable, FormatsOf(machine))
+                                     : WhyNoKernel(p, FormatsOf(machine));
   if (!IsPlannable(call, refused, why_not)) return false;
   if (portable) {
     const GemmChoice choice = ChoosePortable(p.rows.world, p.rows.PerRank(), machine);
@@ -132,18 +132,17 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
     const std::string why = ReadScales(a.scales, args, next, p.rows.Total(), p.n,
                                        CeilDiv<int64_t>(p.k, kScaleBlock), p.dtype, &arrays);
     if (!why.empty()) return why;
-    if (!ReadPlan(a) || !WhyNoKernel(p, FormatsOfScaledLoop(plan.choice.portable)).empty()) {
-      return kNoKernel;
-    }
-    if (p.wire) {
-      const bool planned = WhyNoWireKernel(p, plan.choice.portable).empty() &&
-                           ForWire(plan.choice, arrays.scales) == plan.choice;
-      return planned ? "" : kNoKernel;
-    }
-    if (plan.choice.portable) {
+    if (!ReadPlan(a)) return kNoKernel;
+    const bool portable = plan.choice.portable;
+    const FormatSet formats = FormatsOfScaledLoop(portable);
+    const std::string refused =
+        p.wire ? WhyNoWireKernel(p, portable, formats) : WhyNoKernel(p, formats);
+    if (!refused.empty()) return kNoKernel;
+    if (portable) {
       const bool takes = SizeOf(p.dtype) > 1 || (count == 1 && !HasEntriesOfK(arrays.scales));
       return takes ? "" : kNoKernel;
     }
+    if (p.wire) return ForWire(plan.choice, arrays.scales) == plan.choice ? "" : kNoKernel;
     if (!SharesK(plan.choice, p.rows.Total(), arrays.products[0].k * SizeOf(p.dtype),
                  kReduceSplits) ||
         !(ForScales(plan.choice, arrays.scales) == plan.choice)) {

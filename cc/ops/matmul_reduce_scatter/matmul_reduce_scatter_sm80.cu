@@ -5,9 +5,11 @@
 namespace jflux {
 
 JFLUX_FLOAT8_APART(MatmulReduceScatterKernels80);
+JFLUX_FLOAT8_APART(MatmulReduceScatterWireKernels80);
 
 bool LoadMatmulReduceScatterKernels80(std::string* error) {
-  return LoadGemmInstances80<MatmulReduceScatterKernels80, kScaledProduct80>(error);
+  return LoadGemmInstances80<MatmulReduceScatterKernels80, kScaledProduct80>(error) &&
+         LoadGemmInstances80<MatmulReduceScatterWireKernels80, kScatteredInWire80>(error);
 }
 
 bool LaunchMatmulReduceScatter80(const MatmulReduceScatterParams& p,
@@ -18,6 +20,10 @@ bool LaunchMatmulReduceScatter80(const MatmulReduceScatterParams& p,
   MatmulReduceScatterArgs80 args = ScatterArgs80(p, operands, plan.choice, device, view);
   args.signature = SignatureOf(p.Signature(), site, plan.choice);
   args.op = static_cast<uint32_t>(kMatmulReduceScatterId);
+  if (p.wire) {
+    return LaunchGemmInstance80<MatmulReduceScatterWireKernels80, kScatteredInWire80>(
+        p.dtype, p.transpose_rhs, &args, device.sm_count, stream, error);
+  }
   return LaunchGemmInstance80<MatmulReduceScatterKernels80, kScaledProduct80>(
       p.dtype, p.transpose_rhs, &args, device.sm_count, stream, error);
 }

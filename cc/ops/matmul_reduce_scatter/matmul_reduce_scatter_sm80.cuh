@@ -5,6 +5,9 @@
 // order (gpu/gemm_epilogue_sm80.cuh). Local tiles come last: by then the peers' partial tiles have
 // arrived. They are added in float32, in rank order after the own one, and y is written.
 //
+// With a wire (kWire) partial tiles travel as rows of values and scales (gpu/wire_rows_sm80.cuh),
+// by way of shared memory, and are added as y is written.
+//
 //   writes  all threads: the owners' workspaces; one thread: a signal per tile and owner
 //   waits   all warps of a CTA, for the peers' partial tiles of its local tile
 //   order   stores, a barrier of the CTA, release fence, signals
@@ -17,6 +20,7 @@
 #include "core/tile_order.h"
 #include "gpu/gemm_epilogue_sm80.cuh"
 #include "gpu/gemm_sm80.cuh"
+#include "gpu/wire_rows_sm80.cuh"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
 
 namespace jflux {
@@ -41,9 +45,10 @@ struct MatmulReduceScatterArgs80 {
   // Of operands of 8 bits, of one term: of x's rows and w's columns. Null: they have none.
   const float* x_scale;
   const float* w_scale;
+  DType wire;  // with kWire
 };
 
-template <typename Config_>
+template <typename Config_, bool kWire = false>
 struct MatmulReduceScatterSm80 {
   using Config = Config_;
   using Args = MatmulReduceScatterArgs80;
@@ -96,27 +101,19 @@ struct MatmulReduceScatterSm80 {
   }
 
   struct Epilogue {
-    // Sends a tile's sums of other ranks' rows, of type U, to their owners, and adds the peers'
-    // sums of local rows. False: the tile has none.
-    template <typename U>
-    static __device__ __forceinline__ bool SumOverRanks(const Args& args, const CallContext& call,
-                                                        Sums80<Config>& sums, Tile tile) {
-      using F = Fragments80Of<U, Config>;
+    // Sends a tile's sums of other ranks' rows to their owners by send(), which all threads call,
+    // and waits for the peers' sums of local rows. False: the tile has none.
+    template <typename Send>
+    static __device__ __forceinline__ bool Meet(const Args& args, const CallContext& call,
+                                                Tile tile, Send&& send) {
       const int rank = args.view.rank;
       const int64_t row0 = static_cast<int64_t>(tile.m) * Config::kTileM;
-      const int64_t warp_row0 = row0 + WarpPlace<Config>().row;
       const Owners owners = OwnersOf(args, row0, Config::kTileM);
       const bool sends = owners.first != rank || owners.last != rank;
       const bool receives = owners.first <= rank && rank <= owners.last;
       if (sends) {
         const uint64_t start = call.Start();
-#pragma unroll
-        for (int i = 0; i < Config::kM16Blocks; ++i) {
-          const Owners of = OwnersOf(args, warp_row0 + 16 * i, 16);
-          for (int dst = of.first; dst <= of.last; ++dst) {
-            if (dst != rank) F::Store(sums, i, SlotOf(args, call, dst, rank, tile));
-          }
-        }
+        send();
         __syncthreads();
         if (threadIdx.x == 0) {
           FenceRelease();
@@ -137,6 +134,28 @@ struct MatmulReduceScatterSm80 {
       }
       __syncthreads();
       if (threadIdx.x == 0) call.Done(EventKind::kWaitPartials, start, tile.m, tile.n);
+      return true;
+    }
+
+    // Sends a tile's sums of other ranks' rows, as numbers of type U, and adds the peers' sums of
+    // local rows. False: the tile has none.
+    template <typename U>
+    static __device__ __forceinline__ bool SumOverRanks(const Args& args, const CallContext& call,
+                                                        Sums80<Config>& sums, Tile tile) {
+      using F = Fragments80Of<U, Config>;
+      const int rank = args.view.rank;
+      const int64_t warp_row0 =
+          static_cast<int64_t>(tile.m) * Config::kTileM + WarpPlace<Config>().row;
+      const bool receives = Meet(args, call, tile, [&] {
+#pragma unroll
+        for (int i = 0; i < Config::kM16Blocks; ++i) {
+          const Owners of = OwnersOf(args, warp_row0 + 16 * i, 16);
+          for (int dst = of.first; dst <= of.last; ++dst) {
+            if (dst != rank) F::Store(sums, i, SlotOf(args, call, dst, rank, tile));
+          }
+        }
+      });
+      if (!receives) return false;
 #pragma unroll 1
       for (int src = 0; src < args.view.world; ++src) {
         if (src == rank) continue;
@@ -151,13 +170,69 @@ struct MatmulReduceScatterSm80 {
       return true;
     }
 
+    // With a wire: sends a tile's sums of other ranks' rows, and waits for those of local rows.
+    // False: the tile has none.
+    static __device__ __forceinline__ bool MeetInWire(const Args& args, const CallContext& call,
+                                                      uint32_t smem, const Sums80<Config>& sums,
+                                                      Tile tile) {
+      const int64_t row0 = static_cast<int64_t>(tile.m) * Config::kTileM;
+      return Meet(args, call, tile, [&] {
+        const RowMagnitudes<Config> magnitudes(sums, smem);
+        ForStagedRows<Config>(sums, smem, [&](const auto& rows) {
+          rows.template ForEach<StagedRows<Config>::kGroups>([&](int r, int group) {
+            const WireColumns<Config> at{rows.first_row + r,
+                                         rows.first_column + group * Columns8::kCount};
+            if (row0 + at.row >= args.rows.Total()) return;
+            const int dst = args.rows.OwnerOf(row0 + at.row);
+            if (dst == args.view.rank) return;
+            char* slot = SlotOf(args, call, dst, args.view.rank, tile);
+            const float scale =
+                at.Store(rows.Get(r, group), magnitudes.Of(at.row), args.wire, slot);
+            if (at.column == 0) {
+              *reinterpret_cast<float*>(slot + at.ScaleOffset(at.row)) = scale;
+            }
+          });
+        });
+      });
+    }
+    // Adds what peers have sent of eight columns of a local row.
+    static __device__ __forceinline__ void AddQuantized(const Args& args, const CallContext& call,
+                                                        Tile tile, const WireColumns<Config>& at,
+                                                        Columns8& y) {
+      constexpr int kAtOnce = 4;
+      const int rank = args.view.rank, world = args.view.world;
+#pragma unroll 1
+      for (int first = 0; first < world; first += kAtOnce) {
+        typename WireColumns<Config>::Vector came[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int src = first + i;
+          if (src >= world || src == rank) continue;
+          came[i] = at.Load(SlotOf(args, call, rank, src, tile));
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int src = first + i;
+          if (src >= world || src == rank) continue;
+          WireColumns<Config>::Add(came[i], args.wire, y);
+        }
+      }
+    }
+
     // Adds the bias and the residual to a tile's sums, and calls
     // f(results, row of the tile, row of y, first column) for those of y's rows 0 .. rows - 1.
-    // `row0`: the tile's first row as a row of y.
+    // `row0`: the tile's first row as a row of y. add(sums, row, column of the tile) comes first.
     template <typename U, typename F>
     static __device__ __forceinline__ void ForResults(const Args& args, uint32_t smem,
                                                       const Sums80<Config>& sums, Tile tile,
                                                       int64_t row0, int64_t rows_of_y, F&& f) {
+      ForResults<U>(args, smem, sums, tile, row0, rows_of_y, [](Columns8&, int, int) {}, f);
+    }
+    template <typename U, typename Add, typename F>
+    static __device__ __forceinline__ void ForResults(const Args& args, uint32_t smem,
+                                                      const Sums80<Config>& sums, Tile tile,
+                                                      int64_t row0, int64_t rows_of_y, Add&& add,
+                                                      F&& f) {
       using Rows = StagedRows<Config>;
       const int64_t n0 = static_cast<int64_t>(tile.n) * Config::kTileN;
       ForStagedRows<Config>(sums, smem, [&](const Rows& rows) {
@@ -166,6 +241,7 @@ struct MatmulReduceScatterSm80 {
           const int64_t c = n0 + rows.first_column + group * Columns8::kCount;
           if (row < 0 || row >= rows_of_y || c >= args.n) return;
           Columns8 y = rows.Get(r, group);
+          add(y, rows.first_row + r, rows.first_column + group * Columns8::kCount);
           y.AddBias(args.bias, c, args.n);
           if (args.residual != nullptr) {
             y.Add(static_cast<const U*>(args.residual) + row * args.n, c, args.n);
@@ -179,16 +255,22 @@ struct MatmulReduceScatterSm80 {
       return static_cast<int64_t>(tile.m) * Config::kTileM - args.view.rank * args.rows.PerRank();
     }
 
-    // Of a result type, which also travels.
+    // U: of y, and without a wire of what travels.
     template <typename U>
     static __device__ __forceinline__ void FinishAs(const Args& args, const CallContext& call,
                                                     uint32_t smem, Sums80<Config>& sums,
                                                     Tile tile) {
-      if (!SumOverRanks<U>(args, call, sums, tile)) return;
-      ForResults<U>(args, smem, sums, tile, LocalRow(args, tile), args.rows.PerRank(),
-                    [&](const Columns8& y, int, int64_t row, int64_t c) {
-                      y.Store(static_cast<U*>(args.y) + row * args.n, c, args.n);
-                    });
+      if constexpr (!kWire) {
+        if (!SumOverRanks<U>(args, call, sums, tile)) return;
+      }
+      ForResults<U>(
+          args, smem, sums, tile, LocalRow(args, tile), args.rows.PerRank(),
+          [&](Columns8& y, int r, int column) {
+            if constexpr (kWire) AddQuantized(args, call, tile, {r, column}, y);
+          },
+          [&](const Columns8& y, int, int64_t row, int64_t c) {
+            y.Store(static_cast<U*>(args.y) + row * args.n, c, args.n);
+          });
     }
 
     static __device__ __forceinline__ void Finish(const Args& args, const CallContext& call,
@@ -205,6 +287,9 @@ struct MatmulReduceScatterSm80 {
                             });
         }
       }
+      if constexpr (kWire) {
+        if (!MeetInWire(args, call, smem, sums, tile)) return;
+      }
       WithResult<Config>(args.out_f32, args.out_f16,
                          [&](auto u) { FinishAs<decltype(u)>(args, call, smem, sums, tile); });
     }
@@ -213,7 +298,12 @@ struct MatmulReduceScatterSm80 {
   using Exchange = PeerExchange80;
 };
 
+template <typename Config>
+using MatmulReduceScatterWireSm80 = MatmulReduceScatterSm80<Config, /*kWire=*/true>;
+using MatmulReduceScatterWireArgs80 = MatmulReduceScatterArgs80;
+
 JFLUX_GEMM_KERNEL_80(MatmulReduceScatter);
+JFLUX_GEMM_KERNEL_80(MatmulReduceScatterWire);
 
 // The arguments that follow from a call.
 inline MatmulReduceScatterArgs80 ScatterArgs80(const MatmulReduceScatterParams& p,
@@ -243,6 +333,7 @@ inline MatmulReduceScatterArgs80 ScatterArgs80(const MatmulReduceScatterParams& 
   args.bias = operands.bias;
   args.residual = operands.residual;
   args.y = operands.y;
+  if (p.wire) args.wire = *p.wire;
   return args;
 }
 

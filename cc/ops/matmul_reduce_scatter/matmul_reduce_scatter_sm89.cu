@@ -3,3 +3,4 @@
 #include "runtime/gemm_instances_sm80_cuda.h"
 
 JFLUX_FLOAT8_INSTANCES(MatmulReduceScatterKernels80);
+JFLUX_FLOAT8_INSTANCES(MatmulReduceScatterWireKernels80);

@@ -136,14 +136,15 @@ def matmul_reduce_scatter(
       wire: "float8_e4m3fn" or "int8": what travels is quantised, as in
         :func:`jflux.reduce_scatter`; y is bfloat16, float16 or float32. Sums in float32 are
         quantised: the others' parts are added as they were quantised, the rank's own as it is, with
-        `bias` and `residual`, and y is rounded once. On Hopper's GPUs the kernel does it (n a
-        multiple of 128, at least 256 rows of a rank, operands of 16 bits or float8_e4m3fn); else it
-        is a product and that exchange, of which nothing is hidden. Where ranks lie on several
-        nodes, nodes sum as without a wire, and what they send each other is quantised alone (of
-        operands with scales all parts). In the kernel a ratio is x times the scale's reciprocal,
-        and products are joined with sums: values are within a step of the definition's. With
-        less than 3 MiB that reach a rank the call is as without, which :func:`jflux.explain` says,
-        unless ``jflux.config(always=True)``.
+        `bias` and `residual`, and y is rounded once. The kernel does it where n is a multiple of
+        128: on Hopper's GPUs of at least 256 rows of a rank, and operands of 16 bits or
+        float8_e4m3fn, on others of any rows, and operands of 16 bits, int8 or (from 8.9 on) float8;
+        else it is a product and that exchange, of which nothing is hidden. Where ranks lie on
+        several nodes, nodes sum as without a wire, and what they send each other is quantised alone
+        (of operands with scales all parts). In Hopper's kernel a ratio is x times the scale's
+        reciprocal, and products are joined with sums: values are within a step of the definition's.
+        With less than 3 MiB that reach a rank the call is as without, which :func:`jflux.explain`
+        says, unless ``jflux.config(always=True)``.
       grad_wire: likewise, of what derivatives send, which is exact by default (straight through):
         of the dy that is gathered, and of tangents. By a recipe dy travels in 8 bits anyway.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
@@ -711,7 +712,7 @@ def _takes_wire(call: Call, machine: Machine) -> Plan | WhyNot | None:
         return WhyNot("the residual has another type than y")
     kernel = _product_plan.why_kernel(params)
     why_not: str | None = _unsupported(arrays, params, machine.platform)
-    why_not = why_not or _product.why_not_8_bits(arrays, params, machine)
+    why_not = why_not or _product.why_not_scaled(arrays, params, machine)
     if kernel is None:
         why_not = why_not or _why_decomposed(arrays, params, machine)
     if why_not:

@@ -223,6 +223,7 @@ TEST(InPortableCode) {
   simt::SetSmCount(2);
   for (const Case& c : kPortableCases) {
     EXPECT_EQ((Run<__nv_bfloat16, __nv_bfloat16>(c, 1)), 0) << "case " << &c - kPortableCases;
+    if (c.wire) EXPECT_EQ((Run<__half, float>(c, 2)), 0);
   }
 }
 

@@ -167,9 +167,29 @@ TEST(QuantisesParts) {
   simt::ExpectNoneWrong(kWireCases, Run);
 }
 
+// The kernels of the portable main loop. Few k-blocks: many copies at a time take long here.
+const Case kPortableCases[] = {
+    {{2, 1, 100}, 40, 200, kBF16, kBF16, false, Portable(8), 0, 0, true, true},
+    {{2, 1, 70}, 36, 140, kF32, kF32, false, Portable(8), 0, 0, true, true},
+    {{3, 1, 30}, 20, 72, kF32, kF32, true, Portable(2), 0, 12, false, false, kLate},
+    {{2, 1, 150}, 24, 256, kBF16, kBF16, false, Portable(8), 0, 0, true, true, {}, {}, kS8},
+    {{3, 1, 70}, 40, 256, kF16, kF32, true, Portable(2), 0, 0, true, true, kLate, {}, kE4M3},
+    {{5, 1, 30}, 24, 128, kF16, kF16, true, Portable(2), 0, 0, false, false, kLate, {}, kS8},
+    {{3, 1, 60}, 80, 128, kS8, kF16, true, Portable(8), 0, 0, true, false, {}, {}, kS8},
+    {{2, 1, 70}, 80, 128, kE4M3, kF32, true, Portable(8), 0, 0, false, true, {}, {}, kE4M3},
+    {{8, 1, 7}, 24, 128, kBF16, kBF16, false, Portable(1), 0, 0, true, false, kLate, {}, kS8},
+    {{2, 2, 128}, 24, 128, kF16, kF32, true, Portable(8), 0, 0, false, true, {}, {}, kE4M3},
+};
+
+TEST(InPortableCode) {
+  simt::SetSmCount(2);
+  simt::ExpectNoneWrong(kPortableCases, Run);
+}
+
 TEST(MissingWaitsAreFound) {
   simt::SetSmCount(kSms);
   simt::ExpectWrongWithoutWaits(kCases[1], Run);
+  simt::ExpectWrongWithoutWaits(kPortableCases[4], Run);
 }
 
 }  // namespace

@@ -3,7 +3,6 @@
 #include "ops/all_gather_matmul/all_gather_matmul.h"
 #include "ops/grouped_matmul/grouped_matmul.h"
 #include "ops/matmul/matmul.h"
-#include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
 #include "runtime/kernels_cuda.h"
 
 namespace jflux {
@@ -20,7 +19,6 @@ bool RunsFloat8Code() { return false; }
 
 bool LoadAllGatherMatmulKernels80(std::string*) { return true; }
 bool LoadMatmulKernels80(std::string*) { return true; }
-bool LoadMatmulReduceScatterKernels80(std::string*) { return true; }
 bool LoadGroupedMatmulKernels80(std::string*) { return true; }
 
 bool LaunchAllGatherMatmul80(const AllGatherMatmulParams&, const AllGatherMatmulOperands&,
@@ -30,12 +28,6 @@ bool LaunchAllGatherMatmul80(const AllGatherMatmulParams&, const AllGatherMatmul
 }
 bool LaunchMatmul80(const AllGatherMatmulParams&, const AllGatherMatmulOperands&, const GemmChoice&,
                     int, cudaStream_t, std::string* error) {
-  return NotSimulated(error);
-}
-bool LaunchMatmulReduceScatter80(const MatmulReduceScatterParams&,
-                                 const MatmulReduceScatterOperands&, const ProductPlan&, int64_t,
-                                 const CudaDevice&, const SymmetricView&, cudaStream_t,
-                                 std::string* error) {
   return NotSimulated(error);
 }
 bool LaunchGroupedMatmul80(const GroupedMatmulParams&, const GroupedMatmulArrays&, cudaStream_t,
