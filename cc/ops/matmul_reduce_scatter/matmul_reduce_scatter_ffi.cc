@@ -139,7 +139,8 @@ struct CallOnCuda : PlannedCall<kMatmulReduceScatterId, LaunchMatmulReduceScatte
         p.wire ? WhyNoWireKernel(p, portable, formats) : WhyNoKernel(p, formats);
     if (!refused.empty()) return kNoKernel;
     if (portable) {
-      const bool takes = SizeOf(p.dtype) > 1 || (count == 1 && !HasEntriesOfK(arrays.scales));
+      const bool takes =
+          (SizeOf(p.dtype) > 1 && !p.wire) || (count == 1 && !HasEntriesOfK(arrays.scales));
       return takes ? "" : kNoKernel;
     }
     if (p.wire) return ForWire(plan.choice, arrays.scales) == plan.choice ? "" : kNoKernel;

@@ -56,8 +56,8 @@ struct MatmulReduceScatterSm80 {
   using Schedule = OrderedTiles80<Counted>;
 
   struct Operands {
-    // One of 8 bits: registers for more would be spilled in the main loop.
-    static constexpr int kMostTerms = Config::kNarrow ? 1 : kMaxWeights;
+    // One of 8 bits, and with a wire: registers for more would be spilled in the main loop.
+    static constexpr int kMostTerms = Config::kNarrow || kWire ? 1 : kMaxWeights;
     static __device__ int Terms(const Args& args) { return args.terms; }
     static __device__ int64_t KBytes(const Args& args, Tile, int term) {
       return args.k[term] * sizeof(T);

@@ -769,7 +769,8 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
     foreign = residual is not None and residual.dtype != params.out_dtype
     if added and (not machine.on_gpus or foreign):
         return functools.partial(_with_sums_after, params=params, prepared=_product.EPILOGUE_AFTER)
-    one_term = xs[0].dtype.itemsize == 1 and machine.arch < gpu_code.HOPPER
+    portable = machine.on_gpus and machine.arch < gpu_code.HOPPER
+    one_term = portable and (xs[0].dtype.itemsize == 1 or params.wire is not None)
     if len(xs) > (1 if one_term else _product.most_weights(machine.platform)):
 
         def end_to_end(*operands: Any) -> Any:
