@@ -45,8 +45,7 @@ def wanted(
         size += np.abs(part)
         if wire is not None:
             # Blocks of its own tokens are not quantised. Sums may be off by their rounding.
-            blocks = np.abs(part).reshape(len(chosen), -1, BLOCK)
-            step = half_step(blocks, wire).reshape(part.shape) * (1 + 1e-3)
+            step = half_step(part, wire) * (1 + 1e-3)
             step[len(chosen) // ranks * rank :][: len(chosen) // ranks] = 0
             off += step
     return out, size + np.abs(out), off

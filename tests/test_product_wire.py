@@ -268,10 +268,8 @@ def test_plans():
         assert "all_gather_matmul  " not in of_large and "chunked in int8" in of_large
 
 
-def _hopper_plan(
-    wire="int8", n=384, rows=512, k=256, dtype=jnp.bfloat16, out=jnp.bfloat16, arch=90
-):
-    """The plan of a call of 2 ranks on Hopper, or on other GPUs."""
+def _gpu_plan(wire="int8", n=384, rows=512, k=256, dtype=jnp.bfloat16, out=jnp.bfloat16, arch=90):
+    """The plan of a call of 2 ranks on Hopper, or on GPUs of another architecture."""
     x, w = jax.ShapeDtypeStruct((rows, k), dtype), jax.ShapeDtypeStruct((n, k), dtype)
     params = matmul_reduce_scatter.Params(("tp",), 2, 0, True, np.dtype(out), wire=wire)
     machine = Machine("cuda", sm_count=132, link_gbps=320, heap_bytes=1 << 30, arch=arch)
@@ -281,25 +279,25 @@ def _hopper_plan(
 def test_kernel():
     """On Hopper parts are quantised in the kernel, in tiles of whole blocks; other calls are made
     of two."""
-    plan = _hopper_plan()
+    plan = _gpu_plan()
     assert plan.reason == "parts travel in int8; jflux.config(always=True)"
     assert (plan.config["tile_n"], plan.config["cluster_m"]) == (256, 2)
     # An element takes a byte, and a 32nd for its scale. (Workspaces are powers of two.)
-    large = _hopper_plan(n=768)
-    assert _hopper_plan(wire=None, n=768).workspace_bytes > 1.9 * large.workspace_bytes
-    assert _hopper_plan(n=768, out=np.float32).workspace_bytes == large.workspace_bytes
-    assert _hopper_plan(dtype=jnp.float8_e4m3fn).path == Path.FUSED
+    large = _gpu_plan(n=768)
+    assert _gpu_plan(wire=None, n=768).workspace_bytes > 1.9 * large.workspace_bytes
+    assert _gpu_plan(n=768, out=np.float32).workspace_bytes == large.workspace_bytes
+    assert _gpu_plan(dtype=jnp.float8_e4m3fn).path == Path.FUSED
     for no_kernel, why in (
         ({"n": 320}, "n must be a multiple of 128"), ({"rows": 500}, "have at least 256 rows"),
         ({"dtype": np.float32}, "float32"), ({"dtype": jnp.int8}, "int8"),
     ):  # fmt: skip
-        plan = _hopper_plan(**no_kernel)
+        plan = _gpu_plan(**no_kernel)
         assert plan.path == Path.DECOMPOSED, no_kernel
         assert plan.reason.startswith("a product in float32, and a reduce-scatter in int8: ")
         assert why in plan.reason
     with jflux.config(always=False, unchecked_kernels=False):
-        assert _hopper_plan(rows=8192).reason == "parts travel in int8"
-        assert _hopper_plan().reason.startswith("exact: ")
+        assert _gpu_plan(rows=8192).reason == "parts travel in int8"
+        assert _gpu_plan().reason.startswith("exact: ")
 
 
 def test_portable_kernel():
@@ -309,13 +307,13 @@ def test_portable_kernel():
             {"rows": 30}, {"arch": 89, "dtype": jnp.float8_e4m3fn}, {"dtype": jnp.int8},
             {"dtype": np.float16, "out": np.float32},
         ):  # fmt: skip
-            plan = _hopper_plan(**({"arch": 80} | taken))
+            plan = _gpu_plan(**({"arch": 80} | taken))
             assert plan.path == Path.FUSED and plan.reason.startswith("parts travel in int8"), taken
         for no_kernel, why in (
             ({"n": 320}, "n must be a multiple of 128"), ({"dtype": np.float32}, "float32"),
             ({"dtype": jnp.float8_e4m3fn}, "float8_e4m3fn"),
         ):  # fmt: skip
-            plan = _hopper_plan(arch=80, **no_kernel)
+            plan = _gpu_plan(arch=80, **no_kernel)
             assert plan.path == Path.DECOMPOSED and why in plan.reason, no_kernel
 
 
@@ -345,7 +343,7 @@ def test_sums_in_halves(monkeypatch, check_vma):
     added = [("residual", P())]
     f = functools.partial(_product(SUM, check_vma=check_vma, extra=added), ranks=2)
     want = run(jax.jit(f), x, w, residual)
-    monkeypatch.setattr(matmul_reduce_scatter, "plan_with_wire", lambda *_: _hopper_plan())
+    monkeypatch.setattr(matmul_reduce_scatter, "plan_with_wire", lambda *_: _gpu_plan())
     assert "scattered in the product, and gathered, in int8" in str(
         jflux.explain(f, x, w, residual)
     )

@@ -16,6 +16,7 @@ from jflux._call.forms import Call
 from jflux._call.plans import Machine
 from jflux._ops.collectives import all_reduce
 from jflux._stress.calls import normal, per_device
+from jflux._stress.collectives import half_step
 
 SHAPES = ((1,), (127,), (128,), (129,), (1000,), (3, 7, 50))
 EACH_MODULE = pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "lax"])
@@ -65,24 +66,12 @@ def _sum(x, wire, residual=None):
     return (y if residual is None else y + residual.astype(np.float32)).astype(x.dtype)
 
 
-def _half_step(blocks, wire):
-    """The most that quantising changes elements of blocks [..., 128] of this size."""
-    largest = blocks.max(-1, keepdims=True)
-    if wire == "int8":
-        return np.broadcast_to(largest / 254, blocks.shape)
-    return blocks / 16 + largest / 448 / 1024
-
-
 def _bound(x, wire):
     """How far the sum may be from that in float64."""
-    size = x[0].size
-    sizes = np.abs(x.astype(np.float64)).reshape(len(x), size)
-    sizes = np.pad(sizes, [(0, 0), (0, -size % 128)]).reshape(len(x), -1, 128)
-    first = _half_step(sizes, wire).sum(0)
-    total = np.abs(x.astype(np.float64).sum(0)).ravel()
-    total = np.pad(total, (0, -size % 128)).reshape(-1, 128)
-    bound = first + _half_step(total + first, wire)
-    return bound.ravel()[:size].reshape(x.shape[1:])
+    flat = x.astype(np.float64).reshape(len(x), -1)
+    first = half_step(flat, wire).sum(0)
+    bound = first + half_step(np.abs(flat.sum(0)) + first, wire)
+    return bound.reshape(x.shape[1:])
 
 
 # ---- Values --------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import jflux
 
 from .. import testing
 from .._ops import _norm, _quantize
-from .._ops._scaled import TYPES
+from .._ops._scaled import BLOCK, TYPES
 from .._ops._spec import OpSpec, ops_with_checked_kernels
 from .._ops.collectives.all_reduce import ALGORITHMS
 from . import calls
@@ -85,12 +85,18 @@ def all_reduce(rng: random.Random, place: Place) -> Case:
 WIRES = ("int8", "float8_e4m3fn")
 
 
-def half_step(blocks: np.ndarray, wire: str) -> np.ndarray:
-    """How far magnitudes [..., block] are off when they are quantised, at most."""
+def half_step(rows: np.ndarray, wire: str) -> np.ndarray:
+    """How far rows [..., n] are off when blocks of them are quantised, at most. Their last block
+    may be short."""
+    *lead, size = rows.shape
+    whole = np.pad(abs(rows.astype(np.float64)), [(0, 0)] * len(lead) + [(0, -size % BLOCK)])
+    blocks = whole.reshape(*lead, -1, BLOCK)
     largest = blocks.max(-1, keepdims=True)
     if wire == "int8":
-        return np.broadcast_to(largest / 254, blocks.shape)
-    return blocks / 16 + largest / (448 * 1024)
+        steps = np.broadcast_to(largest / 254, blocks.shape)
+    else:
+        steps = blocks / 16 + largest / (448 * 1024)
+    return steps.reshape(whole.shape)[..., :size]
 
 
 def quantized_sum(rng: random.Random, place: Place) -> Case:
@@ -104,15 +110,8 @@ def quantized_sum(rng: random.Random, place: Place) -> Case:
     def make(seed: int) -> Data:
         x = calls.normal(seed, (*place.mesh.devices.shape, size), dtype)
         want, sizes = sums_of(place, x, abs(x))
-        padded = [(0, 0)] * (x.ndim - 1) + [(0, -size % 128)]
-        parts, total = (
-            np.pad(abs(a.astype(np.float64)), padded).reshape(*a.shape[:-1], -1, 128)
-            for a in (x, want)
-        )
-        # Of each rank's part, summed over a group.
-        first = sums_of(place, half_step(parts, wire).reshape(*x.shape[:-1], -1))[0]
-        first = first.reshape(parts.shape)
-        bound = (first + half_step(total + first, wire)).reshape(*x.shape[:-1], -1)[..., :size]
+        first = sums_of(place, half_step(x, wire))[0]  # of each rank's part, over a group
+        bound = first + half_step(abs(want) + first, wire)
         unit = testing.tolerance(dtype, world)
         return (x,), [Output(want, sizes + bound / unit, dtype, world, same=True)]
 
@@ -136,9 +135,7 @@ def quantized_exchange(rng: random.Random, place: Place) -> Case:
 
     def make(seed: int) -> Data:
         x = calls.normal(seed, (*place.mesh.devices.shape, *shape), dtype)
-        padded = np.pad(abs(x.astype(np.float64)), [(0, 0)] * (x.ndim - 1) + [(0, -size % 128)])
-        blocks = padded.reshape(*x.shape[:-1], -1, 128)
-        bound = half_step(blocks, wire).reshape(*x.shape[:-1], -1)[..., :size]
+        bound = half_step(x, wire)
 
         def moved(each: list[np.ndarray]) -> list[np.ndarray]:
             return [np.stack(each)] * world if op == "all_gather" else [*np.sum(each, 0)]

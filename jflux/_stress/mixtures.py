@@ -81,10 +81,7 @@ def dispatch(rng: random.Random, place: Place, wire: str | None = None) -> Case:
         scale = 2 * abs(wide) * factors
         for rank in range(0 if wire is None else place.world):
             of_rank = np.where(indices // local == rank, of_slots, 0).sum(-1)[..., None]
-            padding = [(0, 0)] * (x.ndim - 1) + [(0, -width % 128)]
-            blocks = np.pad(abs(wide) * of_rank, padding).reshape(*lead, tokens, -1, 128)
-            bound = half_step(blocks, str(wire)).reshape(*lead, tokens, -1)[..., :width]
-            scale += bound / testing.tolerance(dtype, k)
+            scale += half_step(wide * of_rank, str(wire)) / testing.tolerance(dtype, k)
         want = Output(wide * factors, scale, dtype, k)
         return (x, indices, weights), [want]
 
@@ -104,10 +101,7 @@ def _scattered(ys: list[np.ndarray]) -> list[np.ndarray]:
 
 def _half_steps(ys: list[np.ndarray], wire: str) -> list[np.ndarray]:
     """How far those are off whose parts travel in 8 bits: all but the rank's own."""
-    each = []
-    for y in ys:
-        blocks = abs(y).reshape(len(y), -1, 128)
-        each.append(half_step(blocks, wire).reshape(y.shape))
+    each = [half_step(y, wire) for y in ys]
     own = [np.split(step, len(ys))[rank] for rank, step in enumerate(each)]
     return [total - step for total, step in zip(_scattered(each), own, strict=True)]
 

@@ -239,8 +239,7 @@ def quantized_scatter(rng: random.Random, place: Place) -> Case:
             scales, wide = [of_x[0], of_w[0]], [of_x[1], of_w[1]]
         one, other = (a.astype(np.float64) for a in wide)
         parts = one @ (np.swapaxes(other, -1, -2) if call.transpose_rhs else other)
-        blocks = abs(parts).reshape(*parts.shape[:-1], -1, _scaled.BLOCK)
-        bound = half_step(blocks, wire).reshape(parts.shape)
+        bound = half_step(parts, wire)
 
         def scatter(each: list[np.ndarray]) -> list[np.ndarray]:
             return np.split(np.sum(each, 0), world)
