@@ -111,13 +111,18 @@ def measure(
     }
 
 
+def times(row: command.Row, names: Sequence[str]) -> list[str]:
+    """Milliseconds; "" of what a row lacks."""
+    return [f"{row[name]['median'] * 1e3:.3f}" if name in row else "" for name in names]
+
+
 def cells(row: command.Row, ranks: int, products: int) -> list[str]:
     """`products`: of a row of a token, with hidden units."""
     ms = {name: row[name]["median"] * 1e3 for name in NAMES if name in row}
     case = Case(**row["case"])
     flops = 2.0 * products * case.tokens * case.k * case.width * case.hidden / ranks
     return [
-        case.name, *(f"{ms[name]:.3f}" if name in ms else "" for name in NAMES),
+        case.name, *times(row, NAMES),
         f"{ms['two'] / ms['J']:.2f}", f"{max(ms['G'], ms.get('C', 0)) / ms['J']:.2f}",
         f"{flops / ms['J'] / 1e9:.0f}", f"{row['error']:.2f}",
     ]  # fmt: skip

@@ -112,8 +112,7 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
 
 
 def cells(row: dict[str, Any], ranks: int) -> list[str]:
-    times = [f"{row[name]['median'] * 1e3:.3f}" if name in row else "" for name in IN_8_BITS]
-    return mixtures.cells(row, ranks, products=1) + times
+    return mixtures.cells(row, ranks, products=1) + mixtures.times(row, IN_8_BITS)
 
 
 def main() -> int:

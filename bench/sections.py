@@ -166,9 +166,20 @@ def _of_split_mixtures(
     return Section(_of(heading), kind, what, _rows(kind, columns, cells))
 
 
-def _if_any(part: str, then: str, otherwise: str) -> Callable[[dict], str]:
-    """A note on collectives, by whether any row's op has this in its name."""
-    return lambda result: then if any(part in r["op"] for r in result["collectives"]) else otherwise
+def _what_collectives(result: dict) -> str:
+    common = (
+        "S is XLA's own, C the same with XLA told to put its collectives into CUDA graphs, J what "
+        "jflux chooses."
+    )
+    if any("wire=" in row["op"] for row in result["collectives"]):
+        exact = "S, C and J send exact data; below 3 MiB so does a call with a wire, unless "
+        return f"{exact}`always=True`. {common}"
+    return (
+        f"{common} With a norm, `apart` is jflux's sum with XLA's norm after it, and `alone` the "
+        "sum. J and the algorithm that it chooses are one program: what they differ by is noise. "
+        "Empty fields were not timed: LL packets of more than 16 MiB, and algorithms newer than "
+        "the run."
+    )
 
 
 #: In the order of the page.
@@ -307,17 +318,7 @@ SECTIONS: dict[str, Section] = {
             else "Small collectives, bf16, microseconds a call"
         )(result),
         "collectives",
-        _if_any(
-            "wire=",
-            "S, C and J send exact data; below 3 MiB so does a call with a wire, unless "
-            "`always=True`. S is XLA's own, C the same with XLA told to put its collectives into "
-            "CUDA graphs, J what jflux chooses.",
-            "S is XLA's own, C the same with XLA told to put its collectives into CUDA graphs, J "
-            "what jflux chooses. With a norm, `apart` is jflux's sum with XLA's norm after it, and "
-            "`alone` the sum. J and the algorithm that it chooses are one program: what they "
-            "differ by is noise. Empty fields were not timed: LL packets of more than 16 MiB, and "
-            "algorithms newer than the run.",
-        ),
+        _what_collectives,
         lambda result: collective_tables(result["collectives"]),
     ),
     "accuracy": Section(
